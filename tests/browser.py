@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives by its DevTools protocol."""
+"""A headless Chromium that a test controls through its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PATIENCE_S = 30.0
 
 
 class Browser:
-    """A browser inside the `with` block: its first page, then the tab that was last opened or
-    brought to the front."""
+    """A browser that runs inside the `with` block. Methods act on the first page, then on the tab that
+    was last opened, shown or chosen by `drive_tab`."""
 
     def __init__(self, width: int = 1200, height: int = 1000, dark: bool = False) -> None:
         self._size, self._dark = (width, height), dark
         self._loop = asyncio.new_event_loop()
         self._number = 0
         self.tabs: list[Any] = []
-        """Connections to the tabs, in the order in which they were opened."""
+        """Connections to the tabs, in the order of opening."""
         self.requests: dict[str, str] = {}
-        """By Chromium's id: the URL of everything that the page asked for."""
+        """The URL of each request of the page, by Chromium's id."""
         self.received: dict[str, float] = {}
-        """By URL: bytes of the whole answer, as they travelled."""
+        """The bytes of each response as they were transferred, by URL."""
         self.errors: list[str] = []
-        """What the page's scripts complained about."""
+        """Errors of the page's scripts."""
 
     def __enter__(self) -> Browser:
         assert CHROMIUM is not None
@@ -90,7 +90,7 @@ class Browser:
         await self._add(first)
 
     async def _add(self, page: dict[str, str]) -> None:
-        """Drive this tab from now on."""
+        """Connect to a tab and act on it from now on."""
         self._socket = await self._session.ws_connect(
             page["webSocketDebuggerUrl"], max_msg_size=1 << 28
         )
@@ -101,23 +101,23 @@ class Browser:
             await self._add(await reply.json())
 
     def new_tab(self, url: str) -> None:
-        """Go to an address in a new tab, which hides the others."""
+        """Open an address in a new tab, which hides the others."""
         self._loop.run_until_complete(self._open_tab())
         self._enable()
         self.show_tab(-1)
         self.open(url)
 
     def show_tab(self, number: int) -> None:
-        """Bring a tab to the front, and drive it."""
+        """Bring a tab to the front and act on it from now on."""
         self._socket = self.tabs[number]
         self.call("Page.bringToFront")
 
     def drive_tab(self, number: int) -> None:
-        """Drive a tab where it is."""
+        """Act on a tab from now on, without bringing it to the front."""
         self._socket = self.tabs[number]
 
     def call(self, method: str, **params: Any) -> Any:
-        """The answer to a command of the protocol; what happens meanwhile is noted."""
+        """Send a command of the protocol and return its result; note the events that arrive meanwhile."""
         return self._loop.run_until_complete(
             asyncio.wait_for(self._call(method, params), PATIENCE_S)
         )
@@ -126,11 +126,11 @@ class Browser:
         self._number += 1
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
         while True:
-            told = json.loads((await self._socket.receive()).data)
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
-            self._note(told.get("method", ""), told.get("params", {}))
+            message = json.loads((await self._socket.receive()).data)
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
+            self._note(message.get("method", ""), message.get("params", {}))
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
@@ -143,7 +143,7 @@ class Browser:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def open(self, url: str) -> None:
-        """Go to an address."""
+        """Open an address."""
         self.call("Page.navigate", url=url)
 
     def resize(self, width: int, height: int) -> None:
@@ -156,25 +156,23 @@ class Browser:
         )
 
     def value(self, expression: str) -> Any:
-        """The value of an expression in the page."""
-        made = self.call(
+        """Return the value of an expression in the page."""
+        reply = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in made, made["exceptionDetails"]
-        return made["result"].get("value")
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def text(self, where: str = "body") -> str:
-        """What a person reads in an element; empty if it is not there."""
+        """Return the visible text of an element; empty if there is no such element."""
         return str(self.value(f"document.querySelector({json.dumps(where)})?.innerText ?? ''"))
 
-    def until(self, expression: str, timeout: float = PATIENCE_S) -> float:
-        """Seconds until the expression is true in the page."""
-        began, tried = (
-            time.monotonic(),
-            f"(() => {{ try {{ return !!({expression}); }} catch {{ return false; }} }})()",
-        )
+    def wait_until(self, expression: str, timeout: float = PATIENCE_S) -> float:
+        """Wait until the expression is true in the page; return the seconds that it took."""
+        began = time.monotonic()
+        safe = f"(() => {{ try {{ return !!({expression}); }} catch {{ return false; }} }})()"
         while time.monotonic() - began < timeout:
-            if self.value(tried):
+            if self.value(safe):
                 return time.monotonic() - began
             time.sleep(0.02)
         raise AssertionError(f"not {expression} within {timeout} s: {self.errors}\n{self.text()}")
@@ -187,6 +185,6 @@ class Browser:
             )
 
     def screenshot(self, path: Path) -> None:
-        """A PNG of what is seen."""
+        """Save a PNG of the visible page."""
         shot = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))

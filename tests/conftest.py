@@ -1,4 +1,4 @@
-"""What tests share: one local Ray cluster for the whole run, and a check that nothing is left
+"""Shared fixtures: one local Ray cluster for the whole session, and a check that nothing is left
 behind."""
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tests.leftovers import Session
 
 ROOT = Path(__file__).parent.parent
 CPUS = 4
-"""Of the cluster that tests share."""
+"""CPUs of the cluster that tests share."""
 SESSION = pytest.StashKey[Session]()
 LEFT = pytest.StashKey[list[str]]()
 KEPT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "seconds that the end of a session waits for what its tests left to go (%(default)s)"
-    parser.addoption("--left-within", type=float, default=60.0, help=told)
+    text = "seconds to wait at the end of a session for leftovers to disappear (%(default)s)"
+    parser.addoption("--left-within", type=float, default=60.0, help=text)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """The environment of all tests. With pytest-xdist each worker has one, and the first process
-    runs no tests."""
+    """Set the environment of all tests. With pytest-xdist each worker has a separate one, and the first
+    process runs no tests."""
     config.stash[LEFT], config.stash[KEPT] = [], []
     if config.getoption("numprocesses", None):
         return
@@ -45,13 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ |= {
         "HOME": str(session.folder / "home"),
         "TMPDIR": str(session.folder),
-        # Ray's token authentication stays on, with a token of the tests' own: never the person's
-        # ~/.ray.
+        # Ray's token authentication stays on, with a separate token: never the one in ~/.ray.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_DEDUP_LOGS": "0",
         "PIP_NO_CACHE_DIR": "1",  # it would stay in that home
-        "RUNTIME_ENV_RETRY_TIMES": "1",  # a package that is not there is not there at a third try
+        "RUNTIME_ENV_RETRY_TIMES": "1",  # a third attempt does not find a missing package either
         "RAYDIST_KEEP_WARM_S": "0",  # nothing is left behind
         "RAYDIST_LEDGER": str(
             session.folder / "nodes.json"
@@ -66,9 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
     ):
-        if (
-            signal.getsignal(number) is signal.SIG_IGN
-        ):  # as a shell's background job has it, and all that it starts
+        if signal.getsignal(number) is signal.SIG_IGN:  # inherited from a background job of a shell
             signal.signal(number, handler)
     tempfile.tempdir = str(session.folder)
     chosen = None if hasattr(config, "workerinput") else config.option.basetemp
@@ -76,8 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers of pytest-xdist begin with what takes longest: hosts, Ray, ranks. What takes no time
-    fills the end."""
+    """Run the slowest files first on each worker of pytest-xdist: hosts, Ray, ranks. Quick tests fill
+    the end."""
     if not hasattr(config, "workerinput"):
         return
     marks: dict[Path, set[str]] = defaultdict(set)
@@ -93,12 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     os.chdir(
         session.config.stash[SESSION].folder / "cwd"
-    )  # a file that a test drops is not the checkout's
+    )  # files that tests write there do not land in the checkout
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """After the fixtures of each test have ended, and after a Ctrl-C in it."""
+    """Note the leftovers once the fixtures of a test have ended, also after a Ctrl-C in it."""
     try:
         return (yield)
     finally:
@@ -107,8 +104,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The last fixture has ended, whatever ended the tests: an error, if anything is left of
-    them."""
+    """Report an error if anything is left once the last fixture has ended."""
     config = session.config
     left, kept = config.stash[LEFT], config.stash[KEPT]
     if (own := config.stash.get(SESSION, None)) is not None:
@@ -116,18 +112,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         warm_server.end_all()
         programs.end_servers()
         sys.last_value = sys.last_traceback = (
-            None  # a test that failed has its programs and folders in there
+            None  # the traceback of a failed test holds its programs and folders
         )
         gc.collect()
         own.keep = bool(session.testsfailed)
-        left += own.left(config.option.left_within)
+        left += own.leftovers(config.option.left_within)
         kept += [str(folder) for folder in (own.folder / "t",) if own.keep and folder.exists()]
     if hasattr(config, "workerinput"):  # the first process reports it
         vars(config)["workeroutput"] |= {"left": left, "kept": kept}
     elif left:
-        told = "the tests have left behind\n  " + "\n  ".join(left)
+        text = "the tests have left behind\n  " + "\n  ".join(left)
         report = pytest.TestReport(
-            "leftovers", ("", None, "all tests"), {}, "failed", told, "teardown"
+            "leftovers", ("", None, "all tests"), {}, "failed", text, "teardown"
         )
         config.hook.pytest_runtest_logreport(report=report)
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -136,10 +132,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended."""
-    found = getattr(node, "workeroutput", {})
-    node.config.stash[LEFT] += found.get("left", [])
-    node.config.stash[KEPT] += found.get("kept", [])
+    """Collect the leftovers that a worker of pytest-xdist has reported."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[LEFT] += output.get("left", [])
+    node.config.stash[KEPT] += output.get("kept", [])
 
 
 def pytest_terminal_summary(
@@ -153,15 +149,15 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """A Ray cluster of one node with 4 CPUs, whose address programs of a test get as
+    """The address of a Ray cluster of one node with 4 CPUs; programs of a test get it as
     RAY_ADDRESS."""
     import ray
     from ray.cluster_utils import Cluster
 
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # as ray.init does: slots and this process have one limit
+        resource.RLIMIT_NOFILE, (limit, limit)
+    )  # as ray.init does: workers inherit the limit of this process
     cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, "num_cpus": CPUS})
     yield cluster.address
     ray.shutdown()
@@ -170,7 +166,7 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture
 def on_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """This process connected to the cluster, in an empty folder of its own."""
+    """Connect this process to the cluster and change to an empty folder; return the folder."""
     import ray
 
     monkeypatch.chdir(tmp_path)
@@ -182,5 +178,5 @@ def on_ray(ray_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 @pytest.fixture
 def python(tmp_path: Path) -> list[str]:
-    """The command that runs a module of this environment."""
+    """The command that runs a module in this environment."""
     return [sys.executable, "-m"]

@@ -145,7 +145,7 @@ def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, floa
     return figures
 
 
-def own_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, float]:
+def custom_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, float]:
     """A loop of one's own that saves every tenth step; the step it went on from, and its weight at
     the end."""
     from raydist.worker import checkpoint

@@ -17,7 +17,7 @@ from raydist.network import horovod
 from raydist.node.rendezvous_http import serving
 from raydist.settings.config import Job
 from tests import ranks
-from tests.ranks import Told
+from tests.ranks import RankResult
 
 requires_horovod = pytest.mark.skipif(
     find_spec("horovod") is None, reason="Horovod is not built: raydist horovod build"
@@ -30,8 +30,8 @@ def run_horovod(
     function: Callable[[Job], Any],
     run_dir: Path,
     env: Mapping[str, str] | None = None,
-) -> list[Told]:
-    """What every rank of a job came to, as run_ranks tells it for torch's own backends."""
+) -> list[RankResult]:
+    """Run the function in every rank of a Horovod job, like run_ranks for torch's backends."""
     node = Node(id="here", ip="127.0.0.1", host="here", total={}, free={})
     slots = tuple(Slot(rank, rank, 0, world_size, 0, node) for rank in range(world_size))
     plan = Plan(ResourceRequest("horovod", world_size, (), world_size, "PACK", {}), slots)

@@ -1,8 +1,7 @@
-"""What must not be left behind: of a run its processes, of a whole session of tests nothing at all.
+"""Leftovers: processes that outlive their run, and anything at all that outlives a session of tests.
 
-All that a test starts has the session's folder in its environment, as TMPDIR and as HOME. That
-tells it from what others do on the same machine at the same time, another session of tests
-included.
+Everything that a test starts has the session's folder in its environment, as TMPDIR and as HOME. This
+distinguishes it from other work on the same machine, such as another session of tests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from raydist.node import kept_server
 from tests.rig.namespaces import MOUNT, enter
 
 PREFIX = "rdtest-"
-_Found = TypeVar("_Found", list[str], dict[str, str])
+_Names = TypeVar("_Names", list[str], dict[str, str])
 # What pytest, Ray, Python and torch keep in the session's folder, and rustc in a home when pip asks
 # for its version.
 _KEPT = re.compile(r"cwd|home|nodes\.json|ray|t|pymp-.*|torch(inductor|elastic)_.*|\.rustup")
@@ -41,7 +40,7 @@ _HELPERS = re.compile(r"from multiprocessing\.(forkserver|resource_tracker) impo
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -49,31 +48,30 @@ def alive(pid: int) -> bool:
 
 
 def ended(pid: int, within: float = 15.0) -> bool:
-    """Whether a process has ended, or does within so many seconds."""
-    until = time.monotonic() + within
-    while (there := alive(pid)) and time.monotonic() < until:
+    """Return whether a process has ended or ends within so many seconds."""
+    deadline = time.monotonic() + within
+    while (running := alive(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not there
+    return not running
 
 
 def processes_of(mark: str) -> list[str]:
-    """Ids and command lines of living processes that were started with `mark` somewhere in their
-    environment."""
+    """Return ids and command lines of the processes that run with `mark` in their environment."""
     return [f"{pid} {line}" for pid, line in marked(mark).items()]
 
 
-def gone(mark: str, within: float = 60.0) -> list[str]:
-    """What is still there after at most so many seconds: nothing, if all is well.
+def remaining_processes(mark: str, within: float = 60.0) -> list[str]:
+    """Return the processes with that mark that still run after so many seconds.
 
-    Ray's own processes look only now and then whether their raylet is gone, and late on a busy
+    Ray's processes check only now and then whether their raylet has exited, and late on a busy
     machine.
     """
-    return after(lambda: processes_of(mark), within)
+    return poll_until_empty(lambda: processes_of(mark), within)
 
 
-def groups(within: float = 60.0) -> list[str]:
-    """Placement groups of this process's cluster that still hold a place after so many seconds: Ray
-    lets go later."""
+def remaining_placement_groups(within: float = 60.0) -> list[str]:
+    """Return the placement groups of this process's cluster that still exist after so many seconds:
+    Ray removes them with a delay."""
     from ray.util.placement_group import placement_group_table
 
     def held() -> list[str]:
@@ -83,43 +81,43 @@ def groups(within: float = 60.0) -> list[str]:
             if each["state"] != "REMOVED"
         ]
 
-    return after(held, within)
+    return poll_until_empty(held, within)
 
 
-def after(found: Callable[[], _Found], within: float) -> _Found:
-    """What is found; as soon as it is nothing, and at most so many seconds from now."""
-    until = time.monotonic() + within
-    while (left := found()) and time.monotonic() < until:
+def poll_until_empty(find: Callable[[], _Names], within: float) -> _Names:
+    """Call `find` until it finds nothing, for at most so many seconds; return its last result."""
+    deadline = time.monotonic() + within
+    while (names := find()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return left
+    return names
 
 
-def folders_of(tmp: Path) -> list[str]:
-    """Fork servers' folders that are still there."""
+def server_folders(tmp: Path) -> list[str]:
+    """Return the folders of fork servers below a TMPDIR."""
     return sorted(str(path) for path in tmp.glob("raydist-*"))
 
 
-def waiting_servers(tmp: Path) -> set[int]:
-    """Process ids of the fork servers that are kept in this TMPDIR, and that nobody uses."""
-    found = set()
+def idle_servers(tmp: Path) -> set[int]:
+    """Return the process ids of the fork servers that are kept in a TMPDIR and that nobody uses."""
+    pids: set[int] = set()
     for note in tmp.glob("raydist-*-warm/*/server.json"):
-        with contextlib.suppress(FileNotFoundError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError):  # race: it has just ended
             pid = json.loads(note.read_text())["pid"]
-            found |= {pid} if kept_server.ask(note.parent, Claim()) == Claimed(True) else set()
-    return found
+            pids |= {pid} if kept_server.ask(note.parent, Claim()) == Claimed(True) else set()
+    return pids
 
 
 class Session:
-    """The folder of a session of tests, and what its tests leave.
+    """The folder of a session of tests, and the leftovers of its tests.
 
-    All tests have the folder as TMPDIR, with `cwd` and `home` in it. It lies in /tmp whatever
-    TMPDIR was: Ray's sockets are in there too, and the path of a socket ends at 107 characters.
+    The folder is the TMPDIR of all tests, with `cwd` and `home` in it. It is in /tmp whatever TMPDIR
+    was: Ray's sockets are in it too, and the path of a socket has at most 107 characters.
     """
 
     def __init__(self) -> None:
         sweep()
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
-        self._lock = _lock(self.folder)  # tells other sessions that this one lives
+        self._lock = _lock(self.folder)  # other sessions see by it that this one runs
         for name in ("cwd", "home"):
             (self.folder / name).mkdir()
         self._shm = [Path("/dev/shm")] if _own_shm() else []
@@ -128,56 +126,55 @@ class Session:
             None, self.end, exitpriority=-200
         )  # after Python's own: multiprocessing's folder is in there
         self.keep = False
-        """Whether the folders of the tests stay, for a person to look into."""
+        """Whether the folders of the tests are kept for inspection."""
 
     def note(self, test: str) -> None:
-        """A test has ended: what was not seen before is its."""
-        for what in self._there():
+        """Attribute what was not seen before to the test that has just ended."""
+        for what in self._find():
             self._seen.setdefault(what, test)
 
-    def left(self, within: float) -> list[str]:
-        """What is still there after at most so many seconds, each with the test after which it was
+    def leftovers(self, within: float) -> list[str]:
+        """Return what still exists after so many seconds, each with the test after which it was
         first seen."""
         return [
             f"{what}{detail}, first seen after {self._seen.get(what, 'the last test')}"
-            for what, detail in sorted(after(self._there, within).items())
+            for what, detail in sorted(poll_until_empty(self._find, within).items())
         ]
 
     def end(self) -> None:
-        """End and remove all that is left; when this process ends."""
+        """End all processes and remove all files of the session; called when this process exits."""
         _clear(self.folder, self._processes(), {"t"} if self.keep else set())
         if self._lock is not None:
             os.close(self._lock)
 
-    def _there(self) -> dict[str, str]:
-        """What names this session's folder, or lies in a place of its own; with what else is known
-        of it."""
-        found = {
-            f"process {pid}": f" {line}{_apart(pid)}" for pid, line in self._processes().items()
+    def _find(self) -> dict[str, str]:
+        """Return processes, mounts and files of this session, each with a detail."""
+        result = {
+            f"process {pid}": f" {line}{_namespace_note(pid)}"
+            for pid, line in self._processes().items()
         }
-        found |= {f"mount {path}": "" for path in _mounts(self.folder)}
+        result |= {f"mount {path}": "" for path in _mounts(self.folder)}
         for folder in (self.folder, self.folder / "cwd", self.folder / "home", *self._shm):
             others = (path for path in folder.iterdir() if not _KEPT.fullmatch(path.name))
-            found |= {f"file {path}": "" for path in others if not (path / _TORCHS).exists()}
-        return found
+            result |= {f"file {path}": "" for path in others if not (path / _TORCHS).exists()}
+        return result
 
     def _processes(self) -> dict[int, str]:
         children = {child.pid for child in psutil.Process().children()}
-        found = marked(str(self.folder))
         return {
             pid: line
-            for pid, line in found.items()
+            for pid, line in marked(str(self.folder)).items()
             if not (pid in children and _HELPERS.search(line))
         }
 
 
 def sweep() -> None:
-    """End and remove what killed sessions have left, and the folders of failed tests."""
+    """Remove the leftovers of killed sessions, and the folders of failed tests."""
     for folder in Path("/tmp").glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another session has just removed it
+        with contextlib.suppress(OSError):  # race: another session has just removed it
             old = (
                 time.time() - folder.lstat().st_mtime > 60
-            )  # a younger one may not have its lock yet
+            )  # race: a younger one may not have locked its folder yet
             if (
                 old
                 and folder.lstat().st_uid == os.geteuid()
@@ -197,13 +194,13 @@ def _clear(folder: Path, processes: Iterable[int], keep: Collection[str] = ()) -
         if path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it has something to keep
+    with contextlib.suppress(OSError):  # not empty: something is kept
         folder.rmdir()
 
 
 def _lock(folder: Path) -> int | None:
-    """The lock of a session's folder, held until it is closed; None where a living session holds
-    it."""
+    """Lock a session's folder until the descriptor is closed; return None if a running session holds
+    the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,10 +211,8 @@ def _lock(folder: Path) -> int | None:
 
 
 def _own_shm() -> bool:
-    """Give this process and all it starts a /dev/shm of their own: nothing tells whose a file in
-    the common one is.
-
-    It takes root. An ordinary user's is not looked at.
+    """Mount a separate /dev/shm for this process and its children: in the common one the owner of a
+    file cannot be determined. Without root return False; /dev/shm is then not checked.
     """
     try:
         size = os.statvfs("/dev/shm")
@@ -238,28 +233,27 @@ def _own_shm() -> bool:
 
 
 def marked(mark: str) -> dict[int, str]:
-    """Command lines by id of the living processes that were started with `mark` somewhere in their
-    environment."""
-    found = {}
+    """Return the command lines, by process id, of the processes with `mark` in their environment."""
+    lines = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # race: it has just ended; or another user's
             if mark.encode() in (entry / "environ").read_bytes():
                 line = (
                     (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )
-                found[int(entry.name)] = " ".join(line.split())[:120]
-    return found
+                lines[int(entry.name)] = " ".join(line.split())[:120]
+    return lines
 
 
 def _mounts(folder: Path) -> list[str]:
-    """The mount points below a folder."""
-    places = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    return [place for place in places if place.startswith(f"{folder}/")]
+    """Return the mount points below a folder."""
+    points = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return [point for point in points if point.startswith(f"{folder}/")]
 
 
-def _apart(pid: int) -> str:
-    """A word on a process that has namespaces of its own, as a host of the rig has."""
+def _namespace_note(pid: int) -> str:
+    """Return a note if a process is in other namespaces than this one, as a host of the rig is."""
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-            return ", in namespaces of its own"
+            return ", in separate namespaces"
     return ""

@@ -1,7 +1,7 @@
-"""raydist as a person runs it: a process of its own, in a folder of its own.
+"""raydist as a person runs it: a separate process in a separate folder.
 
-As a person's, most programs find the fork server of the one before: torch is imported once, not
-once for each program.
+Most programs reuse the fork server of the program before them, as a person's do: torch is imported
+once, not once for each program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,24 +21,25 @@ from typing import Any
 
 from raydist.node import kept_server
 from raydist.shared.events import Event, read_events
-from tests.leftovers import after, folders_of, marked, waiting_servers
+from tests.leftovers import idle_servers, marked, poll_until_empty, server_folders
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 HEAD: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False}
-"""For the head of a Cluster: what tests do not look at. The log monitor sends output that nobody
-reads."""
+"""Arguments of a Cluster's head, without the processes that tests do not need. The log monitor sends
+output that nobody reads."""
 _shared: list[Path] = []
 """The TMPDIR that programs share."""
 
 
 class Program:
-    """`python -m raydist.train WORD…` in `folder`, started already. All that it starts has `tmp` as
-    its TMPDIR.
+    """A running `python -m raydist.train WORD…` in `folder`, started by the constructor.
 
-    Without `tmp` it is the one that these programs share, and its fork server stays for the next.
-    `alone`: a TMPDIR of its own, and nothing stays: for one that starts a Ray.
+    `tmp` is the TMPDIR of all processes that it starts. Without it the programs share one, and the
+    fork server stays for the next program. With `alone` the program gets a separate TMPDIR and
+    nothing stays, which a program that starts Ray needs.
 
-    `group`: it leads a process group of its own, as a program does that a shell starts.
+    With `group` it leads its own process group, like a program that a shell starts.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Program:
         alone: bool = False,
     ) -> None:
         self.folder = folder
-        # short: Ray keeps its sockets there, and a Unix socket's path may have 107 bytes
+        # short: Ray keeps its sockets there, and the path of a Unix socket has at most 107 bytes
         self._own = (
             tempfile.TemporaryDirectory(prefix="p-", ignore_cleanup_errors=True) if alone else None
         )
-        self.tmp = tmp or (Path(self._own.name) if self._own else shared())
+        self.tmp = tmp or (Path(self._own.name) if self._own else shared_tmp())
         env = {**os.environ, "TMPDIR": str(self.tmp)} | (
             {"RAY_ADDRESS": address} if address else {}
         )
@@ -84,14 +84,14 @@ class Program:
 
     @property
     def run_dir(self) -> Path:
-        """The newest run folder."""
+        """Return the newest run folder."""
         return max(
             (path.parent for path in self.folder.glob("runs/*/*/events.jsonl")),
             key=lambda path: path.name,
         )
 
     def events(self, *kinds: str) -> list[Event]:
-        """What happened so far, of these kinds."""
+        """Return the events so far, of these kinds only if any are given."""
         return [
             happened
             for happened in read_events(self.run_dir / "events.jsonl")
@@ -99,58 +99,63 @@ class Program:
         ]
 
     def result(self) -> dict[str, Any]:
-        made: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
-        return made
+        result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
+        return result
 
-    def until_step(self, step: int, timeout: float = 90) -> None:
+    def wait_for_step(self, step: int, timeout: float = 90) -> None:
         """Return once rank 0 has reported that step."""
 
-        def there() -> bool:
+        def reached() -> bool:
             paths = list(self.folder.glob("runs/*/*/events.jsonl"))
             return bool(paths) and any(
                 happened.get("step", 0) >= step for happened in self.events("report")
             )
 
-        self.until(there, f"step {step}", timeout)
+        self.wait_until(reached, f"step {step}", timeout)
 
-    def until(self, true: Callable[[], bool], what: str = "that", timeout: float = 90) -> None:
-        """Return once this holds of the running program."""
-        until = time.monotonic() + timeout
-        while time.monotonic() < until:
-            if true():
-                return
+    def wait_until(
+        self, condition: Callable[[], bool], what: str = "that", timeout: float = 90
+    ) -> None:
+        """Return once the condition is true; fail if the program ends before that."""
+
+        def reached() -> bool:
+            if condition():
+                return True
             assert self.process.poll() is None, self.screen
-            time.sleep(0.05)
-        raise AssertionError(f"no {what} within {timeout} s:\n{self.screen}")
+            return False
+
+        wait_until(reached, lambda: f"{what}:\n{self.screen}", timeout)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def left(self, within: float = 60.0) -> list[str]:
-        """What it has left behind after so many seconds: processes, and folders of fork servers.
+    def leftovers(self, within: float = 60.0) -> list[str]:
+        """Return the processes and fork servers' folders that are still there after so many seconds.
 
-        A server that is kept and that nobody uses is none of it; its children are.
+        A server that is kept and that nobody uses does not count; its children do.
         """
-        return list(after(self._left, within))
+        return list(poll_until_empty(self._leftovers, within))
 
-    def _left(self) -> dict[str, str]:
-        kept = waiting_servers(self.tmp)
-        found = {
+    def _leftovers(self) -> dict[str, str]:
+        kept = idle_servers(self.tmp)
+        processes = {
             f"{pid} {line}": "" for pid, line in marked(str(self.tmp)).items() if pid not in kept
         }
-        return found | {path: "" for path in folders_of(self.tmp) if not path.endswith("-warm")}
+        return processes | {
+            path: "" for path in server_folders(self.tmp) if not path.endswith("-warm")
+        }
 
 
-def shared() -> Path:
-    """The TMPDIR that programs share, and in which their fork servers are kept."""
+def shared_tmp() -> Path:
+    """Return the TMPDIR that programs share, and in which their fork servers are kept."""
     if not _shared:
         _shared.append(Path(tempfile.mkdtemp(prefix="p-")))
     return _shared[0]
 
 
 def end_servers() -> None:
-    """End the fork servers that wait for a further program; one that is in use is left to be
-    found."""
+    """End the fork servers that wait for another program. One that is still in use is not ended, so
+    that it is reported as a leftover."""
     for folder in _shared:
         for server in folder.glob("raydist-*-warm/*"):
             kept_server.end(str(server))
@@ -158,6 +163,6 @@ def end_servers() -> None:
     _shared.clear()
 
 
-def plain(text: str) -> str:
-    """Text without the terminal's escape codes."""
+def strip_escapes(text: str) -> str:
+    """Remove the terminal's escape codes from a text."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

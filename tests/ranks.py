@@ -1,6 +1,6 @@
 """Real ranks for tests: processes that meet at a real store, over gloo.
 
-They are forked by a server without threads: a child of pytest's own process could wait for ever for
+They are forked by a server without threads: a child of pytest's own process could wait forever for
 a lock that one of its threads (the store's, Ray's) held.
 """
 
@@ -35,18 +35,18 @@ torch.set_num_threads(1)
 SERVER = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).parents[1]
 TESTS = ("pytest", "sklearn.datasets", "raydist.tools.plan")
-"""What files of tests import that ranks run a function of: 3 s in each rank, if the server had not
-done it."""
+"""Slow imports of the test files whose functions ranks run: they would take 3 s in each rank, so the
+server imports them once."""
 
 
 def start_server() -> None:
-    """The server has imported before the first rank is asked for: torch, what shards a model, what
-    tests import."""
+    """Start the server that forks ranks, with torch, what shards a model and what tests import
+    already imported."""
     SERVER.set_forkserver_preload(
         ["tests.ranks", *preload.SHARDS, backends.PIPELINE, *TESTS, "tests.rank_server"]
     )
     here = os.getcwd()
-    os.chdir(ROOT)  # where it finds this module
+    os.chdir(ROOT)  # the server finds this module here
     try:
         forkserver.ensure_running()
     finally:
@@ -54,8 +54,8 @@ def start_server() -> None:
 
 
 @dataclass
-class Told:
-    """What one rank came to."""
+class RankResult:
+    """The value or the error of one rank, and its events."""
 
     value: Any = None
     error: str = ""
@@ -66,34 +66,34 @@ class Told:
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step, in order."""
+        """Return the loss of each step, in order."""
         return [e["values"]["loss"] for e in self.kind("report") if "loss" in e["values"]]
 
 
 def as_rank(
     job: Job, function: Callable[[Job], Any], run_dir: Path, env: Mapping[str, str]
-) -> Told:
-    """This process as a rank: joins, calls, leaves."""
+) -> RankResult:
+    """Run the function as a rank in this process: join the others, call it, leave."""
     os.environ.update(env)
-    told = Told()
+    result = RankResult()
     me = context.Rank.from_env({**env, "RAYDIST_RUN_DIR": str(run_dir)})
 
     def emit(happened: Event) -> None:
-        """Note an event. A sharded checkpoint is dropped, as by a driver whose nodes cannot write:
-        no other process of a test would write it, and rank 0 waits for that."""
-        told.events.append(happened)
+        """Note an event. Drop a sharded checkpoint, as a driver whose nodes cannot write does: no
+        other process of a test would write it, and rank 0 waits for that."""
+        result.events.append(happened)
         if happened["kind"] == "save_shards" and (memory := context.current().memory):
             os.pwrite(memory[0], blank_page()[:WORD], LOCK)
 
     context.enter(context.Context(rank=me, emit=emit, beat=lambda step, phase: None))
     try:
         with backends.join(job.backend.name, job, os.environ):
-            told.value = function(job)
+            result.value = function(job)
     except Exception:
-        told.error = traceback.format_exc()
+        result.error = traceback.format_exc()
     finally:
         context.enter(None)
-    return told
+    return result
 
 
 def run_ranks(
@@ -102,8 +102,8 @@ def run_ranks(
     function: Callable[[Job], Any],
     run_dir: Path,
     env: Mapping[str, str] | None = None,
-) -> list[Told]:
-    """What every rank of a job came to; a rank that failed has its traceback in `error`."""
+) -> list[RankResult]:
+    """Run the function in every rank of a job, and return their results in the order of ranks."""
     store, port = open_store("127.0.0.1")
     start_server()
     work = cloudpickle.dumps((job, function, run_dir, dict(os.environ)))
@@ -116,32 +116,39 @@ def run_ranks(
         there.close()
         pipes.append(here)
         processes.append(process)
-    told = [
-        pickle.loads(pipe.recv_bytes()) if pipe.poll(100) else Told(error="no answer in 100 s")
+    results = [
+        pickle.loads(pipe.recv_bytes())
+        if pipe.poll(100)
+        else RankResult(error="no answer in 100 s")
         for pipe in pipes
     ]
     for process in processes:
         process.join(20)
         process.kill()
     del store
-    return told
+    return results
+
+
+def succeeded(results: list[RankResult]) -> list[RankResult]:
+    """Return the results; fail if a rank failed."""
+    assert [each.error for each in results] == [""] * len(results)
+    return results
 
 
 def _child(pipe: Connection, stderr: Any, work: bytes, env: Mapping[str, str]) -> None:
-    os.dup2(stderr.detach(), 2)  # where the test looks for it
+    os.dup2(stderr.detach(), 2)  # the test captures it
     job, function, run_dir, environ = cloudpickle.loads(work)
     os.environ.clear()
     os.environ.update(environ)
-    told = as_rank(job, function, run_dir, env)
-    pipe.send_bytes(
-        pickle.dumps(told)
-    )  # tensors as bytes, not as descriptors of a process that is gone
+    result = as_rank(job, function, run_dir, env)
+    # tensors as bytes: a descriptor is of no use once this process has exited
+    pipe.send_bytes(pickle.dumps(result))
     pipe.close()
     os._exit(0)
 
 
 def variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher exports to a rank."""
+    """Return the variables that a launcher exports to a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

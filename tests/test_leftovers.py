@@ -50,7 +50,7 @@ WAYS = {
 }
 ROOTS_WAYS = {
     "shm": ("pathlib.Path('/dev/shm/left').touch()", "file /dev/shm/left"),
-    "namespace": ("KEPT.append(Space(NET, ''))", r"process \d+ .*cat, in namespaces of its own"),
+    "namespace": ("KEPT.append(Space(NET, ''))", r"process \d+ .*cat, in separate namespaces"),
     "mount": (
         "subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', tempfile.mkdtemp()])",
         "mount FOLDER/tmp.+",

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.leftovers import processes_of
 from tests.rig import QUICK_DEATH, CommandFailed, Host, Rig, hosts, requires_root
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, requires_root]
 
@@ -144,13 +145,6 @@ def connect(caller: Host, server: Host) -> tuple[subprocess.Popen[str], subproce
     assert hear(call) == "connected"
     assert tell(call, "hello") == "hello"
     return call, echo
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"still not so after {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 def carrier(host: Host, nic: str) -> bool:
@@ -445,7 +439,7 @@ def test_ray_runs_on_all_hosts_sees_one_die_and_takes_it_back() -> None:
 
         lost.kill()
         remaining = {name: address for name, address in everyone.items() if name != lost.name}
-        wait_until(lambda: alive(driver) == remaining, "Ray has seen the host die", seconds=60)
+        wait_until(lambda: alive(driver) == remaining, "Ray has seen the host die", timeout=60)
         lost.boot()
         rig.ray_join(lost, cpus=1)
         assert alive(lost) == everyone

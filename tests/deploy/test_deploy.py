@@ -22,7 +22,7 @@ from jsonschema import ValidationError
 
 from tests import kuberay
 from tests.conftest import ROOT
-from tests.leftovers import gone, processes_of
+from tests.leftovers import processes_of, remaining_processes
 from tests.rig import hosts, requires_root
 
 DEPLOY = ROOT / "deploy"
@@ -380,7 +380,7 @@ def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
             "SLURM_SUBMIT_DIR": str(tmp_path), "RAY_TMPDIR": short, "HEAD_ADDRESS": "127.0.0.1", "LOST": "",
             "RAYDIST_TEST": f"slurm-{tmp_path}",
         }  # fmt: skip
-        assert gone(f"slurm-{tmp_path}") == []
+        assert remaining_processes(f"slurm-{tmp_path}") == []
 
 
 def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[str]:

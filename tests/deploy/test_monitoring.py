@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import yaml
 from raydist.node.load import read_ports
 from tests.conftest import ROOT
 from tests.programs import Program
+from tests.waiting import wait_until
 
 MONITORING = ROOT / "deploy" / "monitoring"
 requires_prometheus = pytest.mark.skipif(
@@ -183,15 +183,9 @@ def shortened(text: str) -> str:
     return text
 
 
-def until(true: Callable[[], bool], what: str, run: Program | None = None) -> None:
-    """Return once this holds; `run` goes on meanwhile."""
-    limit = time.monotonic() + 120
-    while not true():
-        assert run is None or run.process.poll() is None, run.screen
-        assert time.monotonic() < limit, f"{what}: not within 120 s" + (
-            f"\n{run.screen}" if run else ""
-        )
-        time.sleep(0.25)
+def wait(condition: Callable[[], bool], what: str, run: Program | None = None) -> None:
+    """Return once the condition is true, within two minutes; fail if `run` ends before that."""
+    (run.wait_until if run else wait_until)(condition, what, 120)
 
 
 def free_port() -> int:
@@ -249,7 +243,7 @@ def test_each_alert_fires_for_a_real_run_and_is_over_when_its_reason_is(
                 "data.batch_size=4", "checkpoint.every=10", "snapshot.every=1", "hang.after_s=1",
                 "hang.end=false")  # fmt: skip
     assert failed.wait() == 1, failed.screen
-    run.until_step(30)
+    run.wait_for_step(30)
     lost, name = (f"{each.folder.name}/{each.run_dir.name}" for each in (failed, run))
 
     def fires(alert: str, of: str = name) -> bool:
@@ -258,31 +252,31 @@ def test_each_alert_fires_for_a_real_run_and_is_over_when_its_reason_is(
     def over(*alerts: str) -> bool:
         return not {(alert, name) for alert in alerts} & prometheus.alerts()
 
-    until(lambda: fires("RaydistRunFailed", lost), "RaydistRunFailed, whose driver is gone")
-    until(lambda: fires("RaydistRestarted"), "RaydistRestarted", run)
-    until(lambda: fires("RaydistSlowRank"), "RaydistSlowRank", run)
+    wait(lambda: fires("RaydistRunFailed", lost), "RaydistRunFailed, whose driver is gone")
+    wait(lambda: fires("RaydistRestarted"), "RaydistRestarted", run)
+    wait(lambda: fires("RaydistSlowRank"), "RaydistSlowRank", run)
     (run.folder / "slow").unlink()
-    until(lambda: over("RaydistSlowRank"), "the end of RaydistSlowRank", run)
+    wait(lambda: over("RaydistSlowRank"), "the end of RaydistSlowRank", run)
     hangs = ("RaydistHang", "RaydistNoProgress", "RaydistCheckpointTooOld")
-    until(lambda: over(*hangs), "a run that goes on", run)
+    wait(lambda: over(*hangs), "a run that goes on", run)
     (run.folder / "hang").touch()
-    until(lambda: {(alert, name) for alert in hangs} <= prometheus.alerts(), f"all of {hangs}", run)
+    wait(lambda: {(alert, name) for alert in hangs} <= prometheus.alerts(), f"all of {hangs}", run)
     (run.folder / "hang").unlink()
-    until(lambda: over(*hangs), "the end of the hang", run)
+    wait(lambda: over(*hangs), "the end of the hang", run)
     assert_all_series(prometheus, name)
     run.signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.screen
-    until(lambda: not prometheus.alerts(), "the end of all alerts")
+    wait(lambda: not prometheus.alerts(), "the end of all alerts")
     assert {alert for alert, _ in prometheus.alerts(ever=True)} == {
         each["alert"] for each in rules()
     }
     assert not fires("RaydistRunFailed")
-    until(
+    wait(
         lambda: not prometheus.ask("query", query=f'ray_raydist_step{{run="{name}"}}')["result"],
         "the last gauge",
     )
     stopped = f'ray_raydist_runs_total{{run="{name}",status="stopped"}} == 1'
-    until(
+    wait(
         lambda: bool(prometheus.ask("query", query=stopped)["result"]),
         "the count of the run that was stopped",
     )
@@ -296,7 +290,7 @@ def assert_all_series(prometheus: Prometheus, run: str) -> None:
     assert len(wanted) >= 12
     if not read_ports():  # a container without a network
         wanted = {name for name in wanted if "_port_" not in name}
-    until(lambda: wanted <= prometheus.series().keys(), f"not all of {wanted}")
+    wait(lambda: wanted <= prometheus.series().keys(), f"not all of {wanted}")
     for name, text in expressions().items():
         prometheus.ask("query", query=text)  # HTTP 400: Prometheus does not understand it
         assert "ray_raydist_" in text, name

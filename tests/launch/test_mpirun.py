@@ -193,7 +193,7 @@ def test_processes_that_ranks_spawn_run_beside_them_and_end_with_them(own_folder
     assert (program.run_dir / "logs" / "rank-0.log").read_text().splitlines() == [
         f"2 children at work in {own_folder}"
     ]
-    assert program.left() == []
+    assert program.leftovers() == []
 
 
 @requires_openmpi
@@ -299,11 +299,11 @@ def test_a_run_on_ray_leaves_nothing(ray_address: str, own_folder: Path) -> None
     words = ("backend=mpi", "scale=1x3", "watch.progress=none")
     good = Program(own_folder, *words, "script=sum.py", address=ray_address)
     assert good.wait() == 0, good.screen
-    assert good.left() == []
+    assert good.leftovers() == []
     bad = Program(own_folder, *words, "script=fail.py", "args=[kill]", address=ray_address)
     assert bad.wait() == 1, bad.screen
     assert bad.result()["cause"]["signal"] == signal.SIGKILL
-    assert bad.left() == []
+    assert bad.leftovers() == []
 
 
 @requires_openmpi
@@ -318,7 +318,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing(
         assert program.process.poll() is None, program.screen
     program.signal(number)
     assert program.wait(20) == (130 if number == signal.SIGINT else -9)
-    assert program.left() == []
+    assert program.leftovers() == []
     assert segments() <= before
 
 

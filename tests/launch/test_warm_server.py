@@ -21,7 +21,7 @@ from raydist.messages.wire import decode, encode
 from raydist.node import fork_launcher, kept_server
 from raydist.settings.config import Job, Target
 from raydist.shared.events import read_events
-from tests.leftovers import alive, ended, folders_of, gone
+from tests.leftovers import alive, ended, remaining_processes, server_folders
 
 pytestmark = pytest.mark.ray
 WORDS = ("scale=1x2", "watch.progress=none")
@@ -205,9 +205,9 @@ def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(
         assert [value for _, value in second] == [22] * (5 if more else 2)
         assert {pid for pid, _ in first} == {pid for pid, _ in second}
         assert (
-            gone(tmp, within=90) == []
+            remaining_processes(tmp, within=90) == []
         )  # a Ray worker that is still starting notices late that its raylet is gone
-        assert folders_of(Path(tmp)) == []
+        assert server_folders(Path(tmp)) == []
     started = [event["started"] for path in sorted(tmp_path.glob("runs/*/*/events.jsonl"))
                for event in read_events(path) if event["kind"] == "cluster" and event["address"]]  # fmt: skip
     assert started == ([] if "inline" in group else [True, bool(more)])

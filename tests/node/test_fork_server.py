@@ -50,6 +50,7 @@ from raydist.state.snapshot_layout import LAST_SLOT
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 from tests.leftovers import alive, ended
 from tests.node.test_huge_pages import can_collapse, huge_of
+from tests.waiting import wait_until
 
 Kind = TypeVar("Kind")
 GATED = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.01)"
@@ -157,13 +158,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node.close()
 
 
-def soon(true: Callable[[], bool], within: float = 10.0) -> bool:
-    until = time.monotonic() + within
-    while not (so := true()) and time.monotonic() < until:
-        time.sleep(0.02)
-    return so
-
-
 def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> None:
     def job() -> tuple[Any, ...]:
         import threading
@@ -254,7 +248,7 @@ def test_children_of_a_dead_rank_end_with_it(warm: Node) -> None:
     line = warm.dial()
     pid = line.fork(job)
     line.receive(Ended)
-    assert soon(lambda: not [p for p in psutil.process_iter() if _session(p.pid) == pid])
+    wait_until(lambda: not [p for p in psutil.process_iter() if _session(p.pid) == pid])
 
 
 def _session(pid: int) -> int:
@@ -268,10 +262,10 @@ def test_an_agent_that_disconnects_ends_only_its_own_rank(warm: Node) -> None:
     one, other = warm.dial(), warm.dial()
     first, second = one.fork(lambda: time.sleep(300), 1), other.fork(lambda: time.sleep(300), 2)
     one.socket.close()
-    assert soon(lambda: not alive(first))
+    wait_until(lambda: not alive(first))
     assert alive(second)
     other.socket.close()
-    assert soon(lambda: not alive(second))
+    wait_until(lambda: not alive(second))
 
 
 def test_the_server_disconnects_once_all_processes_of_an_agent_are_gone(tmp_path: Path) -> None:
@@ -283,7 +277,7 @@ def test_the_server_disconnects_once_all_processes_of_an_agent_are_gone(tmp_path
         time.sleep(300)
 
     pid = line.fork(job)
-    assert soon(lambda: len(psutil.Process(pid).children()) == 1)
+    wait_until(lambda: len(psutil.Process(pid).children()) == 1)
     child = psutil.Process(pid).children()[0].pid
     line.socket.shutdown(socket.SHUT_WR)
     while line.socket.recv(PACKET):
@@ -324,7 +318,7 @@ def test_the_store_listens_on_its_address_only_and_is_held(warm: Node) -> None:
     ]
     assert held == [("127.0.0.1", store.port)]
     line.socket.close()
-    assert soon(lambda: not alive(pid))
+    wait_until(lambda: not alive(pid))
 
 
 def test_the_error_of_a_store_that_can_not_listen(warm: Node) -> None:
@@ -367,11 +361,11 @@ def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path
         time.sleep(300)
 
     pid = line.fork(job)
-    assert soon(lambda: len(psutil.Process(pid).children()) == 1)
+    wait_until(lambda: len(psutil.Process(pid).children()) == 1)
     child = psutil.Process(pid).children()[0].pid
     node.close()
     assert not alive(pid)
-    assert soon(lambda: not alive(child))
+    wait_until(lambda: not alive(child))
     assert not node.folder.exists()
 
 
@@ -389,7 +383,7 @@ def test_ranks_end_with_a_killed_server(tmp_path: Path) -> None:
     node = Node(tmp_path / "f", modules=("raydist.worker.backends.ddp",))
     pid = node.dial().fork(lambda: time.sleep(300))
     psutil.Process(pid).parent().kill()
-    assert soon(lambda: not alive(pid))
+    wait_until(lambda: not alive(pid))
 
 
 def test_spawn_gives_a_fresh_interpreter(tmp_path: Path) -> None:
@@ -434,7 +428,7 @@ def test_a_spawned_rank_ends_with_a_server_that_dies_before_it_runs(
     node = Node(tmp_path / "f", start="spawn")
     line = node.dial()
     pid = line.fork(lambda: None)
-    assert soon(begun.exists, within=60)
+    wait_until(begun.exists, timeout=60)
     os.kill(line.warm.pid, signal.SIGKILL)
     assert ended(pid)
 
@@ -604,13 +598,13 @@ def test_ranks_are_ended_while_the_file_server_hangs(
         time.sleep(300)
 
     pid = line.fork(job)
-    assert soon(lambda: (node.folder / "kept").exists(), within=60), line.log()
+    wait_until(lambda: (node.folder / "kept").exists(), line.log, timeout=60)
     mine, its = socket.socketpair()
     line.send(WriteCheckpoint(), (its.fileno(),))
     its.close()
     line.send(SignalProcess(pid, signal.SIGKILL))
     assert line.receive(Ended).signal == signal.SIGKILL
-    assert soon(lambda: answered(tmp_path / "hangs"))  # the writer waits for it
+    wait_until(lambda: answered(tmp_path / "hangs"))  # the writer waits for it
     assert mine.recv(PACKET) == b""  # it is saved already
     node.close()
 
@@ -628,7 +622,7 @@ def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
     ]
     assert held == [NewestState(7), NewestState(-1)]  # another run has none
     line.socket.close()
-    assert soon(lambda: checkpoint_files.newest_step(tmp_path) == 7, within=60), line.log()
+    wait_until(lambda: checkpoint_files.newest_step(tmp_path) == 7, line.log, timeout=60)
     node.close()
 
 
@@ -841,7 +835,7 @@ def test_its_memory_is_in_huge_pages_once_it_has_no_children(
     assert huge_of(line.warm.pid) == 0
     line.send(SignalProcess(stays, signal.SIGKILL))
     assert line.receive(Ended).pid == stays
-    assert soon(lambda: huge_of(line.warm.pid) > 20 * 2**20)
+    wait_until(lambda: huge_of(line.warm.pid) > 20 * 2**20)
     line.fork(lambda: sys.modules["large"].block[-1])
     assert line.receive(Ended).code == 0
     assert line.value() == 10**6 - 1

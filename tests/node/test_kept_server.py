@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError, LaunchError
 from tests.leftovers import ended
 from tests.node import test_fork_server
+from tests.waiting import wait_until
 
 OWNER = """
 import socket, time
@@ -61,9 +61,6 @@ def obtain(keep_s: float = 60, threads: int = 1, **env: str) -> ForkServer:
     return server
 
 
-soon = partial(test_fork_server.soon, within=20.0)
-
-
 def known(server: ForkServer) -> KeptServer:
     """What its folder says of a server, once it has begun."""
     found: list[KeptServer] = []
@@ -74,7 +71,7 @@ def known(server: ForkServer) -> KeptServer:
         ]
         return bool(found)
 
-    assert soon(there)
+    wait_until(there)
     return found[0]
 
 
@@ -121,7 +118,7 @@ def test_it_ends_by_itself_when_nobody_claims_it(place: Path) -> None:
     there = known(server)
     server.end()
     assert ended(there.pid)
-    assert soon(lambda: not server.folder.exists())
+    wait_until(lambda: not server.folder.exists())
 
 
 def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
@@ -134,7 +131,7 @@ def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
     )  # the server has imported all: until then it would end with its owner
     owner.kill()
     owner.communicate()
-    assert soon(waits)
+    wait_until(waits)
 
 
 def test_it_ends_with_the_ray_that_it_was_started_under(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +140,7 @@ def test_it_ends_with_the_ray_that_it_was_started_under(monkeypatch: pytest.Monk
     server = obtain()
     there = known(server)
     server.end()
-    assert soon(waits)
+    wait_until(waits)
     raylet.kill()
     raylet.wait()
     assert ended(there.pid)
@@ -161,11 +158,11 @@ def test_it_ends_with_the_last_ray_that_it_had_a_run_on(place: Path, one_more: b
         server.end()
     there = known(server)
     for ray in rays:
-        assert soon(waits)
+        wait_until(waits)
         ray.kill()
         ray.wait()
     assert ended(there.pid)
-    assert soon(lambda: not server.folder.exists())
+    wait_until(lambda: not server.folder.exists())
 
 
 def test_a_ray_may_end_while_the_run_of_the_next_one_begins(place: Path) -> None:
@@ -187,7 +184,7 @@ def test_a_ray_may_end_while_the_run_of_the_next_one_begins(place: Path) -> None
         agent.send(encode(ImportModules(())))
         assert isinstance(decode(agent.recv(PACKET)), Warm)
     server.end()
-    assert soon(waits)
+    wait_until(waits)
     second.kill()
     second.wait()
     assert ended(there.pid)
@@ -215,7 +212,7 @@ def test_one_whose_modules_changed_is_not_used_and_ends(
     monkeypatch.setenv("PYTHONPATH", str(place / "lib"))
     first = kept_server.obtain(1, {}, 60, ("edited",))
     assert first is not None
-    assert soon((place / "imported").exists)
+    wait_until((place / "imported").exists)
     there = known(first)
     first.end()
     time.sleep(0.01)  # the clock of a file system ticks slowly
@@ -279,7 +276,7 @@ def test_one_whose_file_system_is_slow_is_found_again(
     monkeypatch.setenv("PYTHONPATH", str(place))
     first = kept_server.obtain(1, {}, 60, ("slow_disk",))
     assert first is not None
-    assert soon(lambda: kept_server.ask(first.folder, ImportModules(())) is not None)
+    wait_until(lambda: kept_server.ask(first.folder, ImportModules(())) is not None)
     first.end()
     slow.touch()
     assert waits()
@@ -349,7 +346,7 @@ def test_another_machine_has_other_servers_in_a_common_folder(
     assert kept_server.kept_servers() == []
     theirs = obtain()
     assert theirs.folder.parent != mine.folder.parent
-    assert soon(lambda: kept_server.ask(theirs.folder, ImportModules(())) is not None)
+    wait_until(lambda: kept_server.ask(theirs.folder, ImportModules(())) is not None)
     theirs.end()
     assert kept_server.end(str(theirs.folder))
     monkeypatch.undo()
@@ -454,7 +451,7 @@ def test_a_user_has_few_servers_on_a_node() -> None:
     used = obtain(threads=99)
     for threads in range(1, 7):
         server = obtain(threads=threads)
-        assert soon(lambda server=server: kept_server.ask(server.folder, Claim()) is not None)  # type: ignore[misc]
+        wait_until(lambda server=server: kept_server.ask(server.folder, Claim()) is not None)  # type: ignore[misc]
         server.end()
     assert len(kept_server.kept_servers()) == kept_server.MOST
     assert used.alive()
@@ -530,7 +527,7 @@ def test_an_owner_that_dies_as_its_run_begins_leaves_no_folder(place: Path) -> N
             agent.connect(str(server.folder / "fork"))
             agent.send(encode(BeginRun(str(run), 60)))
             if number % 2:  # in every other turn the server has read it by then
-                assert soon((run / "fork").exists)
+                wait_until((run / "fork").exists)
             server.lifeline.close()
-        assert soon(lambda server=server: waits() or not server.folder.exists())  # type: ignore[misc]
+        wait_until(lambda server=server: waits() or not server.folder.exists())  # type: ignore[misc]
         assert not run.exists()

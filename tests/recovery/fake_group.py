@@ -98,8 +98,8 @@ class FakeGroup:
     def start_other_actors(self) -> None:
         self.settled += 1
 
-    def made(self, kind: type[Any]) -> list[int]:
-        """The ranks that got a request of this type, in order."""
+    def recipients(self, kind: type[Any]) -> list[int]:
+        """Return the ranks that got a request of this type, in order."""
         return [rank for rank, request in self.calls if isinstance(request, kind)]
 
 

@@ -103,7 +103,7 @@ def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: list[
     assert (event["kind"], event["ranks"], event["certain"]) == ("hang", [1], True)
     assert event["s"] == pytest.approx(100, abs=2)
     assert (watched.folder / "rank-1.stacks").read_text() == SLEEPS
-    assert watched.group.made(Examine) == [0, 1]
+    assert watched.group.recipients(Examine) == [0, 1]
 
 
 def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(
@@ -128,10 +128,10 @@ def test_what_may_only_be_slow_is_reported_once_and_not_posted(
     watched.silent()
     clock += 99  # less than twice the silence
     watched.silent()
-    assert watched.group.made(Examine) == [0, 1]
+    assert watched.group.recipients(Examine) == [0, 1]
     clock += 2
     watched.silent()
-    assert watched.group.made(Examine) == [0, 1, 0, 1]
+    assert watched.group.recipients(Examine) == [0, 1, 0, 1]
     assert [event["certain"] for event in reported] == [False]
     assert watched.posted == []
 
@@ -168,7 +168,7 @@ def test_ranks_that_went_on_while_they_were_examined_are_let_be(
 
     watched.group.replies[Examine] = wakes
     watched.silent()
-    assert watched.group.made(Examine) == [0, 1]
+    assert watched.group.recipients(Examine) == [0, 1]
     assert (reported, watched.posted) == ([], [])
 
 
@@ -177,7 +177,7 @@ def test_so_are_they_if_only_their_agents_know_it_yet(
 ) -> None:
     watched.found = {0: state("S"), 1: replace(state("S"), beat=(6, "forward", time.time() + 1))}
     watched.silent()
-    assert watched.group.made(Examine) == [0, 1]
+    assert watched.group.recipients(Examine) == [0, 1]
     assert (reported, watched.posted) == ([], [])
 
 
@@ -204,7 +204,7 @@ def test_ranks_that_report_no_step_and_make_collectives_are_at_work(
             watched.monitor.note(rank, (step, "forward", 1000.0 + step), 0.0)
     watched.silent()
     assert len(watched.posted) == (paced or not moves)
-    assert len(watched.group.made(Examine)) == (2 if paced else 4)
+    assert len(watched.group.recipients(Examine)) == (2 if paced else 4)
     assert bool(reported) == bool(watched.posted)
 
 
@@ -257,6 +257,6 @@ def test_ranks_are_examined_once_at_a_time(
     monkeypatch.setattr(hang, "wait", lambda calls, timeout: go_on.wait(PATIENCE_S))
     watched.monitor.note(1, (5, "forward", 1.0), 100.0)
     watched.monitor.note(1, (5, "forward", 1.0), 101.0)
-    assert watched.group.made(Examine) == [1]
+    assert watched.group.recipients(Examine) == [1]
     go_on.set()
     watched.silent()

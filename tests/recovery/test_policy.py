@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from raydist.recovery.blame import first_cause
 from raydist.recovery.policy import GiveUp, Retry, decide, without_progress
@@ -122,14 +122,14 @@ def test_without_a_step_in_between_there_is_an_end_however_many_are_forgiven() -
     assert isinstance(decide(rule, history((KILLED, 10), (KILLED, 10), (KILLED, 11))), Retry)
 
 
-ENDS = some.builds(
+ENDS = st.builds(
     replace,
-    some.sampled_from([KILLED, RAISED, LOST, PREEMPTED]),
-    step=some.integers(0, 5),
-    at=some.floats(0, 1000),
+    st.sampled_from([KILLED, RAISED, LOST, PREEMPTED]),
+    step=st.integers(0, 5),
+    at=st.floats(0, 1000),
 )
-HISTORIES = some.lists(ENDS.map(lambda end: Attempt(ends=[end])), min_size=1, max_size=30)
-RULES = some.builds(Restart, max=some.integers(0, 5), window_s=some.floats(1, 1000))
+HISTORIES = st.lists(ENDS.map(lambda end: Attempt(ends=[end])), min_size=1, max_size=30)
+RULES = st.builds(Restart, max=st.integers(0, 5), window_s=st.floats(1, 1000))
 
 
 @given(RULES, HISTORIES)
@@ -148,7 +148,7 @@ def test_no_job_is_tried_for_ever_without_a_step(past: list[Attempt]) -> None:
     assert isinstance(decide(Restart(max=10**6), stuck), GiveUp)
 
 
-@given(some.lists(some.integers(0, 50), min_size=1, max_size=30))
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30))
 def test_progress_is_a_step_that_was_not_done_before(steps: list[int]) -> None:
     count = without_progress([attempt(KILLED, step) for step in steps])
     last = len(steps) - count

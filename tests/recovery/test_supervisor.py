@@ -64,7 +64,7 @@ def test_answers_are_taken_in_any_order_and_the_ends_are_by_rank(tmp_path: Path)
     assert (trial.logs / "rank-1.log").read_bytes() == b"one\ntwo\n"
     assert (trial.logs / "rank-0.nccl").read_bytes() == b"NCCL INFO\n"
     # one call is open to each agent at a time, and none after the end of its rank
-    assert sorted(trial.group.made(GetNews)) == [0, 0, 1, 1, 1]
+    assert sorted(trial.group.recipients(GetNews)) == [0, 0, 1, 1, 1]
 
 
 def test_the_actors_that_host_no_agent_start_once_the_ranks_have_run_for_a_while(
@@ -333,7 +333,7 @@ def test_drained_nodes_are_left_after_a_step_of_all_ranks(tmp_path: Path, often:
     with Trial(tmp_path, replies=STEPS) as trial:
         trial.answer(0, event("begin", rank=0, resumed=0))
         trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
-        while len(trial.group.made(StopAfter)) < 2:
+        while len(trial.group.recipients(StopAfter)) < 2:
             time.sleep(0.01)
         trial.answer(1, event("left", rank=1, step=6), step=6)
         assert trial.group.stops == []
@@ -352,7 +352,7 @@ def test_nodes_that_join_are_used_after_a_step_of_all_ranks(tmp_path: Path, ofte
     standby = SimpleNamespace(growth=lambda: "3 nodes now, 2 before")
     with Trial(tmp_path, replies=STEPS, reserve=standby) as trial:
         trial.answer(0, event("begin", rank=0, resumed=0))
-        while len(trial.group.made(StopAfter)) < 2:
+        while len(trial.group.recipients(StopAfter)) < 2:
             time.sleep(0.01)
         for rank in (0, 1):
             trial.answer(rank, event("left", rank=rank, step=6), step=6)

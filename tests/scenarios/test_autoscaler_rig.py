@@ -18,7 +18,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from raydist.shared.events import Event, read_events
 from tests.rig import Host, hosts, requires_root
 from tests.scenarios.test_elastic_run import JOB, WORDS
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 ROOT = Path(__file__).parents[2]

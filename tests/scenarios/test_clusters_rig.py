@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.rig import Host, Rig, hosts, requires_root
 from tests.rig.namespaces import CAPTURED, finish
 from tests.rig.ssh import bring_packages, key_pair, open_door, requires_ssh, settle
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.root,

@@ -102,7 +102,7 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
         "checkpoint.every=100000",
     )
     run = Program(tmp_path, *words, "restart.max=1", address=cluster.address)
-    run.until_step(20)
+    run.wait_for_step(20)
     (first,) = run.events("plan")
     left = first["slots"][1]["node"]
     drain(cluster.address, left)
@@ -126,4 +126,4 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
         " + save ",
     ):
         assert word in page
-    assert run.left() == []
+    assert run.leftovers() == []

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from raydist.state import checkpoint_files
 from raydist.worker import checkpoint
 from tests.horovod_ranks import requires_horovod
-from tests.leftovers import folders_of
+from tests.leftovers import server_folders
 from tests.programs import HEAD, Program
 from tests.scenarios.test_drain import drain
 
@@ -113,7 +113,7 @@ class Site:
 
     def servers_of(self, node: str) -> list[str]:
         """The folders of the fork servers of a node."""
-        return [path for path in folders_of(self.tmp) if path.endswith(node[-8:])]
+        return [path for path in server_folders(self.tmp) if path.endswith(node[-8:])]
 
     def tidy(self) -> None:
         """Only the first node, and no run."""
@@ -149,7 +149,7 @@ def ended(run: Program) -> dict[str, torch.Tensor]:
     """The weights of a run that is told to make haste."""
     (run.folder / "go").touch()
     assert run.wait() == 0, run.screen
-    assert run.left() == []
+    assert run.leftovers() == []
     model: dict[str, torch.Tensor] = checkpoint.load(Path(run.result()["checkpoint"]))["model"]
     return model
 
@@ -160,8 +160,8 @@ def sizes(run: Program) -> list[int]:
 
 def resized(run: Program, *wanted: int) -> None:
     """Return once the run has had these sizes, and goes on in the last of them."""
-    run.until(lambda: sizes(run) == list(wanted), f"size {wanted[-1]}")
-    run.until(lambda: len(run.events("restarted")) == len(wanted) - 1, "step after that")
+    run.wait_until(lambda: sizes(run) == list(wanted), f"size {wanted[-1]}")
+    run.wait_until(lambda: len(run.events("restarted")) == len(wanted) - 1, "step after that")
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
 ) -> None:
     _, third = site.add(), site.add()
     run = site.start(tmp_path / "run", "scale=1..3x1")
-    run.until_step(3)
+    run.wait_for_step(3)
     assert sizes(run) == [3]
     site.remove(third)
     resized(run, 3, 2)
@@ -215,17 +215,17 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
         "parallel.blocks=Linear",
         "snapshot.every=1",
     )
-    run.until_step(3)
+    run.wait_for_step(3)
     for node, left in ((fourth, 3), (third, 2)):
         site.remove(node)
         resized(run, *range(4, left - 1, -1))
-        run.until_step(
+        run.wait_for_step(
             run.events("restarted")[-1]["step"] + 2
         )  # its copies are on the next node then
     site.add()
     site.add()
-    run.until(lambda: sizes(run)[-1] == 4, "size 4")  # at once, or after 3
-    run.until(lambda: len(run.events("restarted")) == len(sizes(run)) - 1, "step after that")
+    run.wait_until(lambda: sizes(run)[-1] == 4, "size 4")  # at once, or after 3
+    run.wait_until(lambda: len(run.events("restarted")) == len(sizes(run)) - 1, "step after that")
     assert run.events("saved") == []  # nothing has gone through the disk
     (run.folder / "go").touch()
     assert run.wait() == 0, run.screen
@@ -242,7 +242,7 @@ def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_di
 ) -> None:
     second = site.add()
     run = site.start(tmp_path / "run", "scale=2..3x1", "scale.wait_s=2", "snapshot.every=1")
-    run.until_step(3)
+    run.wait_for_step(3)
     site.remove(second)
     assert run.wait() == 1
     (failure,), result = run.events("failure"), run.result()
@@ -253,7 +253,7 @@ def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_di
     assert (
         "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
     )
-    assert run.left() == []
+    assert run.leftovers() == []
 
 
 @requires_horovod
@@ -267,7 +267,7 @@ def test_horovod_goes_on_with_more_ranks(
         "scale.cpus=0.5",
         "data.global_batch=30",
     )
-    run.until_step(3)
+    run.wait_for_step(3)
     site.add()
     resized(run, 2, 4)
     assert ended(run).keys() == whole.keys()
@@ -280,14 +280,14 @@ def test_a_spare_takes_over_and_its_server_was_warm(
 ) -> None:
     others = [site.add() for _ in range(2)]
     run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1")
-    run.until_step(3)
+    run.wait_for_step(3)
     (plan,) = run.events("plan")
     lost = next(node for node in others if node.node_id in [slot["node"] for slot in plan["slots"]])
     (spare,) = plan["spares"]
-    run.until(lambda: len(site.servers_of(spare["node"])) == 1, "server on the spare")
+    run.wait_until(lambda: len(site.servers_of(spare["node"])) == 1, "server on the spare")
     warm = site.servers_of(spare["node"])
     site.remove(lost)
-    run.until(lambda: len(run.events("restarted")) == 1, "step after that")
+    run.wait_until(lambda: len(run.events("restarted")) == 1, "step after that")
     assert site.servers_of(spare["node"]) == warm
     (taken,) = run.events("takeover")
     assert (taken["instead"], taken["node"]) == (lost.node_id, spare["node"])
@@ -305,7 +305,7 @@ def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
     )  # Ray takes the one with the most room first
     monkeypatch.setenv("BAD", bad.node_id)
     run = site.start(tmp_path / "run", "scale=1..2x1", module="known")
-    run.until_step(3)
+    run.wait_for_step(3)
     used = [slot["node"] for slot in run.events("plan")[0]["slots"]]
     site.remove(next(node for node in (second, third) if node.node_id in used))
     resized(run, 2, 1, 2)
@@ -321,7 +321,7 @@ def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
 def drained(run: Program, site: Site, node: Any) -> None:
     """Return once Ray has drained that node, and the run goes on without it."""
     drain(site.cluster.address, node.node_id)
-    run.until(lambda: len(run.events("restarted")) == 1, "step after the drain")
+    run.wait_until(lambda: len(run.events("restarted")) == 1, "step after the drain")
     (told,), (back,), (failure,) = (
         run.events("notice"),
         run.events("restarted"),
@@ -341,7 +341,7 @@ def test_a_spare_takes_the_place_of_a_drained_node(
 ) -> None:
     others = [site.add() for _ in range(2)]
     run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1", "restart.max=1")
-    run.until_step(3)
+    run.wait_for_step(3)
     (plan,) = run.events("plan")
     left = next(node for node in others if node.node_id in [slot["node"] for slot in plan["slots"]])
     drained(run, site, left)
@@ -361,7 +361,7 @@ def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(
     words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32",
              "optim.schedule=linear", "optim.warmup=2", "train.steps=null", "train.epochs=8")  # fmt: skip
     run = site.start(tmp_path / "run", "scale=1..2x1", *words, "data.global_batch=null")
-    run.until_step(3)
+    run.wait_for_step(3)
     drained(run, site, second)
     ended(run)
     assert sizes(run) == [2, 1]
@@ -389,11 +389,11 @@ def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(
 ) -> None:
     second = site.add()
     run = site.start(tmp_path / "run", "script=own.py", "scale=1..2x1")
-    run.until(lambda: worlds(run) == [2], "step")
+    run.wait_until(lambda: worlds(run) == [2], "step")
     site.remove(second)
-    run.until(lambda: worlds(run) == [2, 1], "step with one rank")
+    run.wait_until(lambda: worlds(run) == [2, 1], "step with one rank")
     site.add()
-    run.until(lambda: worlds(run) == [2, 1, 2], "step with two ranks")
+    run.wait_until(lambda: worlds(run) == [2, 1, 2], "step with two ranks")
     (run.folder / "go").touch()
     assert run.wait() == 0, run.screen
     assert (sizes(run), len(run.result()["restarts"])) == ([2, 1, 2], 1)

@@ -107,7 +107,7 @@ def test_a_command_of_the_pages(
         write_run(tmp_path / "runs/digits/2026-11-22_18-57-42")
     program = run(tmp_path, ray_address, words, ranks)
     if re.search(SERVES, " ".join(words)):
-        program.until(lambda: "http://" in program.screen, "link")
+        program.wait_until(lambda: "http://" in program.screen, "link")
         program.signal(signal.SIGINT)
     assert_ends(program, expected_code(words, ranks))
 

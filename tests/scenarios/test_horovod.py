@@ -22,8 +22,8 @@ from raydist.settings.config import Backend, Checkpoint, Data, Horovod, Job, Opt
 from raydist.shared.errors import ConfigError
 from raydist.worker import backends, context
 from tests.horovod_ranks import requires_horovod, run_horovod
-from tests.ranks import Told, run_ranks
-from tests.training.test_loop import BASE, fine, stop_after, train
+from tests.ranks import RankResult, run_ranks, succeeded
+from tests.training.test_loop import BASE, stop_after, train
 
 pytestmark = requires_horovod
 HOROVOD = replace(BASE, backend=Backend(name="horovod", timeout_s=30))
@@ -36,7 +36,7 @@ def on_horovod(job: Job, **settings: Any) -> Job:
 def ranks_of(
     world: int, function: Callable[[Job], Any], tmp: Path, job: Job = HOROVOD
 ) -> list[Any]:
-    return [one.value for one in fine(run_horovod(world, job, function, tmp))]
+    return [one.value for one in succeeded(run_horovod(world, job, function, tmp))]
 
 
 def comm() -> Any:
@@ -49,8 +49,8 @@ def comm() -> Any:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_loss_curve_is_that_of_ddp(tmp_path: Path, world: int) -> None:
-    under_ddp = fine(run_ranks(world, BASE, train, tmp_path / "ddp"))
-    under_horovod = fine(run_horovod(world, HOROVOD, train, tmp_path / "horovod"))
+    under_ddp = succeeded(run_ranks(world, BASE, train, tmp_path / "ddp"))
+    under_horovod = succeeded(run_horovod(world, HOROVOD, train, tmp_path / "horovod"))
     for one, other in zip(under_ddp, under_horovod, strict=True):
         assert len(one.losses) == 16
         assert other.losses == pytest.approx(one.losses, abs=1e-4)
@@ -82,8 +82,8 @@ def test_the_loss_curve_is_that_of_ddp(tmp_path: Path, world: int) -> None:
     ],
 )
 def test_every_way_of_training_gives_ddps_losses(tmp_path: Path, changed: dict[str, Any]) -> None:
-    wanted = fine(run_ranks(2, replace(BASE, **changed), train, tmp_path / "ddp"))
-    found = fine(run_horovod(2, replace(HOROVOD, **changed), train, tmp_path / "horovod"))
+    wanted = succeeded(run_ranks(2, replace(BASE, **changed), train, tmp_path / "ddp"))
+    found = succeeded(run_horovod(2, replace(HOROVOD, **changed), train, tmp_path / "horovod"))
     assert len(wanted[0].losses) >= 4
     assert found[0].losses == pytest.approx(wanted[0].losses, abs=1e-4)
     assert found[1].losses == pytest.approx(wanted[1].losses, abs=1e-4)
@@ -101,9 +101,9 @@ def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression
     # Horovod's gradients are contiguous, and the fused kernels of torch do not look at strides
     fused = replace(BASE.optim, fused=True)
     changed: dict[str, Any] = {"train": Train(epochs=2, channels_last=True), "optim": fused}
-    wanted = fine(run_ranks(2, replace(BASE, **changed), images, tmp_path / "ddp"))
+    wanted = succeeded(run_ranks(2, replace(BASE, **changed), images, tmp_path / "ddp"))
     job = replace(on_horovod(BASE, compression=compression), **changed)
-    found = fine(run_horovod(2, job, images, tmp_path / "horovod"))
+    found = succeeded(run_horovod(2, job, images, tmp_path / "horovod"))
     assert [one.value for one in found] == [True, True]
     assert found[0].losses == pytest.approx(
         wanted[0].losses, abs=1e-4 if compression == "none" else 1e-2
@@ -112,8 +112,8 @@ def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression
 
 @pytest.mark.parametrize("number", [1, 2, 99])
 def test_grouped_gradients_are_the_same_gradients(tmp_path: Path, number: int) -> None:
-    wanted = fine(run_horovod(2, HOROVOD, train, tmp_path / "plain"))
-    found = fine(run_horovod(2, on_horovod(BASE, groups=number), train, tmp_path / "grouped"))
+    wanted = succeeded(run_horovod(2, HOROVOD, train, tmp_path / "plain"))
+    found = succeeded(run_horovod(2, on_horovod(BASE, groups=number), train, tmp_path / "grouped"))
     assert found[0].losses == pytest.approx(wanted[0].losses, abs=1e-5)
 
 
@@ -261,9 +261,9 @@ def test_summing_leaves_the_tensor_alone(tmp_path: Path) -> None:
 # What was begun under one backend goes on under the other.
 
 
-def resumed(run: Callable[..., list[Told]], job: Job, run_dir: Path) -> list[Told]:
+def resumed(run: Callable[..., list[RankResult]], job: Job, run_dir: Path) -> list[RankResult]:
     path = run_dir / "checkpoints" / "step-00000008"
-    return fine(run(2, job, train, run_dir / "second", {"RAYDIST_RESUME": str(path)}))
+    return succeeded(run(2, job, train, run_dir / "second", {"RAYDIST_RESUME": str(path)}))
 
 
 @pytest.mark.parametrize("first_is_ddp", [True, False])
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_one_backend_is_resumed_under_the_other(
 ) -> None:
     ways = [(run_ranks, BASE), (run_horovod, HOROVOD)]
     (first, one), (second, other) = ways if first_is_ddp else reversed(ways)
-    whole = fine(first(2, stop_after(one, 8), train, tmp_path))
+    whole = succeeded(first(2, stop_after(one, 8), train, tmp_path))
     rest = resumed(second, stop_after(other, 8), tmp_path)
     assert len(rest[0].losses) == 8
     assert rest[0].losses == pytest.approx(whole[0].losses[8:], abs=1e-4)
@@ -285,7 +285,7 @@ def test_a_run_resumed_under_horovod_gives_the_losses_of_one_that_was_not_stoppe
     job = replace(
         HOROVOD, train=Train(epochs=2, accumulate=2), checkpoint=Checkpoint(every=8, keep=9)
     )
-    whole = fine(run_horovod(2, job, train, tmp_path))
+    whole = succeeded(run_horovod(2, job, train, tmp_path))
     assert resumed(run_horovod, job, tmp_path)[0].losses == whole[0].losses[8:]
 
 
@@ -348,7 +348,7 @@ def test_a_job_with_its_own_loop_finds_horovod_initialised_and_may_init_again(
 
 def test_the_timeline_lies_in_the_run_folder(tmp_path: Path) -> None:
     job = replace(on_horovod(BASE, timeline=True), dir=str(tmp_path), train=Train(steps=2))
-    fine(run_horovod(2, job, train, tmp_path))
+    succeeded(run_horovod(2, job, train, tmp_path))
     text = (tmp_path / "horovod-timeline.json").read_text().rstrip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
     assert {"NEGOTIATE_ALLREDUCE"} <= {event.get("name") for event in events if event}

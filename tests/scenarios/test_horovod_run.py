@@ -162,7 +162,7 @@ def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: P
             if e["rank"] == 0 and "loss" in e["values"]
         ]
         curves[backend] = steps[:22]
-        assert program.left() == []
+        assert program.leftovers() == []
     assert curves["horovod"] == pytest.approx(curves["gloo"], abs=1e-4)
 
 
@@ -176,10 +176,10 @@ def test_a_killed_rank_of_a_job_on_ray_ends_it_all(ray_address: str, own_folder:
         "watch.progress=none",
     )
     program = Program(own_folder, *words, "restart=none", address=ray_address)
-    program.until_step(5)
+    program.wait_for_step(5)
     pid = next(e["pid"] for e in program.events("began") if e["rank"] == 2)
     os.kill(pid, signal.SIGKILL)
     assert program.wait(30) == 1, program.screen
     assert program.result()["cause"]["rank"] == 2
     assert "killed by SIGKILL" in program.screen
-    assert program.left() == []
+    assert program.leftovers() == []

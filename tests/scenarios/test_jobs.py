@@ -27,7 +27,7 @@ from raydist.state import checkpoint_files
 from raydist.worker import target
 from tests.conftest import ROOT
 from tests.programs import Program
-from tests.ranks import Told, run_ranks
+from tests.ranks import RankResult, run_ranks
 
 JOBS = ROOT / "jobs"
 
@@ -49,7 +49,7 @@ def trained(
     world: int = 2,
     env: dict[str, str] | None = None,
     before: Callable[[], None] = lambda: None,
-) -> list[Told]:
+) -> list[RankResult]:
     job, call = composed(name, *words)
 
     def prepared(job: Job) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.leftovers import ended, folders_of, gone
+from tests.leftovers import ended, remaining_processes, server_folders
 from tests.programs import HEAD, Program
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 PARENT = """
 import os, sys, time
@@ -59,7 +59,7 @@ def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> Non
     assert second.wait() == 0, second.screen
     assert parents(second) == {server}
     killed = again(first, "script=parent.py", "args=100", "scale=1x2")
-    killed.until(lambda: "parent" in killed.screen, "a rank")
+    killed.wait_until(lambda: "parent" in killed.screen, "a rank")
     killed.signal(signal.SIGKILL)
     killed.wait()
     listed = again(first, module="raydist.tools.warm")
@@ -75,8 +75,8 @@ def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> Non
     until_end = again(first, "--end", module="raydist.tools.warm")
     assert until_end.wait() == 0
     assert "ended" in until_end.screen
-    assert gone(str(first.tmp)) == []
-    assert [path for path in folders_of(first.tmp) if not path.endswith("-warm")] == []
+    assert remaining_processes(str(first.tmp)) == []
+    assert [path for path in server_folders(first.tmp) if not path.endswith("-warm")] == []
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: A
     first = Program(
         tmp_path, "script=parent.py", "args=3", "scale=1x2", address=own_ray.address, alone=True
     )
-    first.until(lambda: bool(parents(first)), "a rank")
+    first.wait_until(lambda: bool(parents(first)), "a rank")
     before = children(own_ray)
     assert first.wait() == 0, first.screen
     waiting = set[int]()
@@ -120,14 +120,16 @@ def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: A
 
     wait_until(one_waits, "a worker waits", 30)
     second = again(first, "script=parent.py", "args=100", "scale=1x2", address=own_ray.address)
-    second.until(lambda: bool(parents(second)), "a rank")
+    second.wait_until(lambda: bool(parents(second)), "a rank")
     assert waiting & children(own_ray).keys() - idle(own_ray), "no actor began in it"
     second.signal(signal.SIGTERM)
     assert second.wait() == 143
     assert len(parents(first) | parents(second)) == 1
     own_ray.shutdown()
-    assert gone(str(first.tmp), within=30) == []  # the driver's server too: its run was on this Ray
-    assert [path for path in folders_of(first.tmp) if not path.endswith("-warm")] == []
+    assert (
+        remaining_processes(str(first.tmp), within=30) == []
+    )  # the driver's server too: its run was on this Ray
+    assert [path for path in server_folders(first.tmp) if not path.endswith("-warm")] == []
 
 
 @pytest.mark.ray
@@ -146,4 +148,4 @@ def test_the_nodes_of_a_ray_keep_theirs_until_it_ends(tmp_path: Path, own_ray: A
     own_ray.shutdown()
     assert ended(server)
     again(first, "--end", module="raydist.tools.warm").wait()  # the driver's own
-    assert gone(str(first.tmp)) == []
+    assert remaining_processes(str(first.tmp)) == []

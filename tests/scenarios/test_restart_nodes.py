@@ -12,10 +12,10 @@ import pytest
 
 from raydist.shared.events import Event, read_events
 from tests.horovod_ranks import requires_horovod
-from tests.leftovers import waiting_servers
+from tests.leftovers import idle_servers
 from tests.rig import QUICK_DEATH, Host, Rig, hosts, requires_root
 from tests.scenarios.test_restart_run import WORDS
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def left(rig: Rig) -> list[str]:
     """The ranks on the hosts, and fork servers that do not wait for another run."""
     found = []
     for host in rig.hosts:
-        kept = waiting_servers(host.folder / "tmp")
+        kept = idle_servers(host.folder / "tmp")
         lines = [line for pid, line in host.processes().items() if pid not in kept]
         found += [line for line in lines if "raydist.node.fork_server" in line]
     return found

@@ -23,7 +23,7 @@ from raydist.worker import checkpoint
 from tests import faults
 from tests.faults import Fault, kill
 from tests.horovod_ranks import requires_horovod
-from tests.leftovers import alive, groups
+from tests.leftovers import alive, remaining_placement_groups
 from tests.programs import Program
 
 pytestmark = pytest.mark.ray
@@ -132,7 +132,7 @@ def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backen
     }
     for number in (1, 2):
         assert (done.dir / f"blame-{number}.txt").exists()
-    assert group == "inline" or groups() == []
+    assert group == "inline" or remaining_placement_groups() == []
 
 
 def test_a_model_in_shards_goes_on_from_memory_and_after_the_run_from_the_disk(
@@ -225,8 +225,8 @@ def test_ranks_that_are_not_forked_are_restarted_too(on_ray: Path, start: str) -
 
 def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> None:
     words = ("scale=1x2", "group=inline", "watch.progress=none")
-    whole = raydist.run(faults.own_loop, *words)
-    done = raydist.run(faults.own_loop, *words, struck=(kill(1, 25),))
+    whole = raydist.run(faults.custom_loop, *words)
+    done = raydist.run(faults.custom_loop, *words, struck=(kill(1, 25),))
     assert whole.values[0] == (0, 1640.0)  # 2 x (1 + 2 + ... + 40)
     assert done.values == ((20, 1640.0), (20, 1640.0))
     (back,) = events(done, "restarted")
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
         from raydist.worker import context
 
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        begin, _ = faults.own_loop(24 if first else 40)
+        begin, _ = faults.custom_loop(24 if first else 40)
         if first and context.rank().rank == 0:
             checkpoint.settle()
             (context.rank().run_dir / "checkpoints" / "step-00000020" / "state.pt").write_bytes(
@@ -492,14 +492,14 @@ def test_a_signal_leaves_the_last_state_on_the_disk(
 ) -> None:
     """Ctrl-C; SIGTERM, as `ray job stop` and batch systems send it."""
     started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
-    started.until_step(20)
+    started.wait_for_step(20)
     started.signal(number)
     assert started.wait() == 128 + number, started.screen
     found = checkpoint_files.newest(started.run_dir / "checkpoints")
     assert found is not None
     assert found.step >= 20
     assert started.result()["checkpoint"] == str(found.path)
-    assert started.left() == []
+    assert started.leftovers() == []
 
 
 @pytest.mark.usefixtures("on_path")
@@ -508,10 +508,10 @@ def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(
     tmp_path: Path, backend: str
 ) -> None:
     started = program(tmp_path, "checkpoint.every=100000", f"backend={backend}")
-    started.until_step(20)
+    started.wait_for_step(20)
     started.signal(signal.SIGKILL)
     started.wait()
-    assert started.left() == []
+    assert started.leftovers() == []
     found = checkpoint_files.newest(started.run_dir / "checkpoints")
     assert found is not None
     assert found.step >= max(event["step"] for event in started.events("report"))
@@ -542,8 +542,8 @@ def test_a_storm_changes_nothing(
     (tmp_path / "storm").mkdir()
     started = program(tmp_path / "storm", *words)
     for count in range(kills):
-        started.until(partial(back, started, count), "restart")
-        started.until_step(30 * (count + 1))
+        started.wait_until(partial(back, started, count), "restart")
+        started.wait_for_step(30 * (count + 1))
         ranks = [event["pid"] for event in started.events("began")][-2:]
         os.kill(ranks[count % 2], signal.SIGKILL)
     assert started.wait() == 0, started.screen
@@ -557,7 +557,7 @@ def test_a_storm_changes_nothing(
     for name, value in saved["model"].items():
         assert value.tolist() == ended["weights"][name]
     assert len(started.result()["restarts"]) == kills
-    assert started.left() == []
+    assert started.leftovers() == []
 
 
 def test_checkpoints_are_those_of_a_run_without_snapshots(on_ray: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.rig import Rig, hosts, requires_root
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 # What deploy/node/environment.sh sets: without it Ray kills a job three seconds after the word to

@@ -159,7 +159,7 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         )
 
     first = started(*words)
-    first.until(lambda: at(1, 20), "step 20 of trial 1")
+    first.wait_until(lambda: at(1, 20), "step 20 of trial 1")
     first.signal(signal.SIGINT)
     assert first.wait() == 130, first.screen
     assert "stopped" in states(folder).values()
@@ -172,7 +172,7 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         in forgotten.screen
     )
     second = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
-    second.until(lambda: at(3, 20), "step 20 of trial 3")
+    second.wait_until(lambda: at(3, 20), "step 20 of trial 3")
     second.signal(signal.SIGKILL)
     second.wait()
     assert "running" in {

@@ -10,7 +10,7 @@ import pytest
 
 from raydist.shared.events import Event, read_events
 from tests.rig import QUICK_DEATH, hosts, requires_root
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 ROOT = Path(__file__).parents[2]

@@ -62,7 +62,7 @@ def swept(ray_address: str) -> Iterator[Swept]:
                  "sweep.objective=min:loss", f"hydra.sweep.dir={folder}", "watch.page=true"]  # fmt: skip
         track = [] if trackers.MISSING else ["track=[tensorboard,mlflow,wandb,trackio]"]
         program = Program(there, *words, *track, address=ray_address, module="raydist.tools.sweep")
-        program.until(lambda: "page  http" in program.screen, "link")
+        program.wait_until(lambda: "page  http" in program.screen, "link")
         (link,) = re.findall(r"page  (http\S+)", program.screen)
         _, running = told(f"{link}trials", both_wait)
         (there / "go").touch()
@@ -98,12 +98,12 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
     runs = swept.folder.parents[1]
     with watching(runs.parent, str(runs)) as link, Browser(400, 900, dark=True) as browser:
         browser.open(link)
-        browser.until(
+        browser.wait_until(
             "document.querySelectorAll('#runs tbody tr').length == 1"
         )  # one line for all trials
         assert "2 finished, 1 failed, loss 0.025" in browser.text("#runs tbody")
         browser.value("document.querySelector('#runs a').click()")
-        browser.until(f"{DRAWN} && location.search.includes('one_sweep')")
+        browser.wait_until(f"{DRAWN} && location.search.includes('one_sweep')")
         look_at(browser)
         assert browser.value("document.documentElement.scrollWidth") <= 400
         browser.value("document.querySelector('#trials tbody tr').focus()")
@@ -111,10 +111,10 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
         assert "trial 1:" in browser.text("#chosen")
         assert browser.value("document.querySelectorAll('#parallel polyline.lit').length") == 1
         browser.press("Enter")
-        browser.until("raydist.curves?.loss?.steps.at(-1) == 40")
-        browser.until("document.querySelector('nav a:last-child')?.innerText == 'the sweep'")
+        browser.wait_until("raydist.curves?.loss?.steps.at(-1) == 40")
+        browser.wait_until("document.querySelector('nav a:last-child')?.innerText == 'the sweep'")
         browser.value("document.querySelector('nav a:last-child').click()")
-        browser.until(f"{DRAWN} && raydist.sweep?.trials.length == 3")
+        browser.wait_until(f"{DRAWN} && raydist.sweep?.trials.length == 3")
         assert_only_local(browser)
         assert status_of(f"{link}trials?sweep=../..")[0] == status_of(f"{link}trials")[0] == 404
     with (
@@ -122,7 +122,7 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
         Browser() as browser,
     ):  # the newest run is one of its trials
         browser.open(link)
-        browser.until(DRAWN)
+        browser.wait_until(DRAWN)
         look_at(browser)
         assert_only_local(browser)
     argv = [
@@ -136,7 +136,7 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
     subprocess.run(argv, cwd=runs.parent, check=True, stdout=subprocess.DEVNULL)
     with Browser() as browser:
         browser.open(f"file://{runs.parent}/report.html")
-        browser.until(DRAWN)
+        browser.wait_until(DRAWN)
         look_at(browser)
         assert_only_local(browser)
         assert [url for url in browser.requests.values() if url.startswith("http")] == []
@@ -196,9 +196,9 @@ def look_at(browser: Browser) -> None:
     assert browser.value("document.querySelectorAll('#parallel polyline.out').length") == 0
     browser.value("document.querySelector('#chart').focus()")
     browser.press("+")
-    browser.until("raydist.plot.scales.x.max - raydist.plot.scales.x.min < 20")
+    browser.wait_until("raydist.plot.scales.x.max - raydist.plot.scales.x.min < 20")
     browser.press("0")
-    browser.until("raydist.plot.scales.x.max - raydist.plot.scales.x.min == 39")
+    browser.wait_until("raydist.plot.scales.x.max - raydist.plot.scales.x.min == 39")
 
 
 @trackers.requires_trackers

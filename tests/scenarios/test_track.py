@@ -84,12 +84,12 @@ def test_each_step_once_whoever_is_killed(
     words = ("job=job.py", "scale=1x2", "group=inline", "train.epochs=2", "data.batch_size=8", "snapshot.every=1",
              "env.API_KEY=hidden", "watch.progress=none", ALL)  # fmt: skip
     first = Program(tmp_path, *words)
-    first.until_step(20)
+    first.wait_for_step(20)
     first.signal(signal.SIGKILL)
     first.wait()
     before = first.run_dir
     # the trackers say what has become of it, and are gone
-    assert first.left() == []
+    assert first.leftovers() == []
     assert trackers.read("mlflow", ledger(before, "mlflow")["id"], env=stores)["status"] == "KILLED"
 
     again = Program(tmp_path, *words, "resume=auto")

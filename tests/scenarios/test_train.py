@@ -53,7 +53,7 @@ def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(
         "checkpoints",
         "result.json",
     }
-    assert program.left() == []
+    assert program.leftovers() == []
 
 
 def test_a_persons_own_file_with_a_model_of_its_own(tmp_path: Path, ray_address: str) -> None:
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_run_in_order(
     tmp_path: Path, ray_address: str, number: signal.Signals, code: int, local: bool
 ) -> None:
     program = Program(tmp_path, *LONG, address=None if local else ray_address, alone=local)
-    program.until_step(20)
+    program.wait_for_step(20)
     program.signal(number)
     assert program.wait(30) == code
     assert program.result()["status"] == "stopped"
@@ -107,14 +107,14 @@ def test_a_signal_ends_the_run_in_order(
     assert signal.Signals(number).name in program.screen
     assert "Traceback" not in program.screen
     assert {end["how"] for end in program.events("ended")} == {"stopped"}
-    assert program.left() == []
+    assert program.leftovers() == []
 
 
 def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path) -> None:
     """As `timeout` sends it, and batch systems do: a Ray of the run's own must outlive it by a
     moment."""
     program = Program(tmp_path, *LONG, group=True, alone=True)
-    program.until_step(20)
+    program.wait_for_step(20)
     started = processes_of(str(program.tmp))
     assert any("gcs_server" in each for each in started)
     assert not [
@@ -124,21 +124,21 @@ def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path)
     assert program.wait(20) == 143
     assert program.result()["status"] == "stopped"
     assert {end["how"] for end in program.events("ended")} == {"stopped"}
-    assert program.left() == []
+    assert program.leftovers() == []
 
 
 @pytest.mark.parametrize("when", ["before any rank", "while ranks train"])
 def test_a_signal_at_any_time_leaves_nothing(tmp_path: Path, ray_address: str, when: str) -> None:
     program = Program(tmp_path, *LONG, address=ray_address)
     if when == "while ranks train":
-        program.until_step(1)
+        program.wait_for_step(1)
     else:
         until = time.monotonic() + 60
         while not list(tmp_path.glob("runs/*/*/events.jsonl")) and time.monotonic() < until:
             time.sleep(0.02)
     program.signal(signal.SIGTERM)
     assert program.wait(60) == 143
-    assert program.left() == []
+    assert program.leftovers() == []
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["own Ray", "cluster"])
@@ -146,7 +146,7 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(
     tmp_path: Path, ray_address: str, local: bool
 ) -> None:
     program = Program(tmp_path, *LONG, address=None if local else ray_address, alone=local)
-    program.until_step(20)
+    program.wait_for_step(20)
     pids = [happened["pid"] for happened in program.events("began")]
     program.signal(signal.SIGKILL)
     program.wait(30)
@@ -155,7 +155,7 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(
         time.sleep(0.1)
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
     if local:
-        assert program.left(within=40) == []
+        assert program.leftovers(within=40) == []
 
 
 def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(
@@ -180,10 +180,10 @@ def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(
     )
     words = ("job=mine.py", "scale=1x1", f"job.args.folder={tmp_path}")
     first = Program(tmp_path, *words, address=ray_address)
-    first.until_step(1)
+    first.wait_for_step(1)
     first.signal(signal.SIGSTOP)
     (tmp_path / "stopped").touch()
-    first.until(
+    first.wait_until(
         lambda: bool(list(first.run_dir.glob("checkpoints/step-*/meta.json"))), "the checkpoint"
     )
     first.signal(signal.SIGKILL)

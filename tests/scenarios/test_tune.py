@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import raydist
-from tests.test_rig import wait_until
+from tests.waiting import wait_until
 
 for name in ("pyarrow", "pandas"):  # a new one may be there and refuse an old NumPy
     told = "Ray Tune needs pyarrow and pandas: pip install 'ray[tune]'"

@@ -83,19 +83,19 @@ def test_a_run_from_its_first_step_to_the_death_of_its_driver(tmp_path: Path) ->
     program = Program(
         tmp_path, "job=steps.py", "group=inline", "scale=1x3", "watch.page=true", "restart=some"
     )
-    program.until(lambda: "page  http" in program.screen, "link")
+    program.wait_until(lambda: "page  http" in program.screen, "link")
     link = re.findall(r"page  (http\S+)", program.screen)[0]
-    program.until_step(5)
+    program.wait_for_step(5)
     assert servers(program) == []  # while nobody looks there is none
     with Browser() as browser:
         browser.open(link)
-        browser.until(DRAWN)
-        browser.until("document.querySelectorAll('#ranks tbody tr').length == 3")
+        browser.wait_until(DRAWN)
+        browser.wait_until("document.querySelectorAll('#ranks tbody tr').length == 3")
         assert "steps.py" not in browser.text("#alarm")
         (joined,) = [each for each in program.events("joined") if each["rank"] == 1]
         os.kill(joined["pid"], signal.SIGKILL)
         killed = time.time()
-        browser.until("document.querySelector('#failures article')")
+        browser.wait_until("document.querySelector('#failures article')")
         seen = time.time() - killed
         (failure,) = program.events("failure")
         assert (
@@ -106,29 +106,29 @@ def test_a_run_from_its_first_step_to_the_death_of_its_driver(tmp_path: Path) ->
             f"on the page {seen:.2f} s after the kill, said by the driver after "
             f"{failure['t'] - killed:.2f} s"
         )
-        browser.until(f"{LOSS}.at(-1) > {failure['reached'] + 20}")
+        browser.wait_until(f"{LOSS}.at(-1) > {failure['reached'] + 20}")
         steps = browser.value(LOSS)
         assert steps == list(range(1, steps[-1] + 1))
         assert browser.text("#status") == "running"
         assert "attempt\n2" in browser.text("#state")
         browser.value("document.querySelector('#failures button').click()")
-        browser.until(
+        browser.wait_until(
             "document.querySelector('dialog[open] pre')?.innerText.includes('root cause')"
         )
         browser.value("document.querySelector('dialog button').click()")
         browser.value("document.querySelector('#log').scrollIntoView()")
-        browser.until(
+        browser.wait_until(
             f"document.querySelector('#log').innerText.includes('step {steps[-1] + 5} of rank 0')"
         )
         browser.press("/")
         assert browser.value("document.activeElement.id") == "text"
         browser.value("document.querySelector('#text').value = 'STEP 7 of rank'")
         browser.value("document.querySelector('#logs button:not([type])').click()")
-        browser.until("document.querySelectorAll('#found li').length == 3")
+        browser.wait_until("document.querySelectorAll('#found li').length == 3")
         browser.value("document.activeElement.blur()")
         browser.press("x")
-        browser.until("document.querySelector('[name=by]:checked').value == 'time'")
-        browser.until("raydist.charts.loss.plot.data[0].at(-1) < 1000")
+        browser.wait_until("document.querySelector('[name=by]:checked').value == 'time'")
+        browser.wait_until("raydist.charts.loss.plot.data[0].at(-1) < 1000")
         assert_only_local(browser)
         for address in (link[:-2] + "/", re.sub(r"(:\d+)/.*", r"\1/", link)):
             for name in ("", "stream", "runs", "page.js", "log?rank=0"):
@@ -141,7 +141,7 @@ def test_a_run_from_its_first_step_to_the_death_of_its_driver(tmp_path: Path) ->
         (server,) = servers(program)
         program.signal(signal.SIGKILL)
         program.wait()
-        browser.until("document.querySelector('#link').innerText == 'not connected'")
+        browser.wait_until("document.querySelector('#link').innerText == 'not connected'")
     psutil.wait_procs([server], timeout=10)
     assert not server.is_running()
     from_its_folder(tmp_path, program.run_dir)
@@ -162,7 +162,7 @@ def from_its_folder(folder: Path, run: Path) -> None:
     ]
     with watching(folder) as link, Browser(400, 900, dark=True) as browser:
         browser.open(link.rstrip("/"))  # as a person may copy it
-        browser.until(DRAWN)
+        browser.wait_until(DRAWN)
         steps = browser.value(LOSS)
         assert steps == list(range(1, steps[-1] + 1))
         assert steps[-1] == reports[-1]["step"]
@@ -171,19 +171,19 @@ def from_its_folder(folder: Path, run: Path) -> None:
         assert_only_local(browser)
         make_older(run, 3600)
         browser.open(f"{link}?again")
-        browser.until("document.querySelector('#status').innerText == 'no news'")
+        browser.wait_until("document.querySelector('#status').innerText == 'no news'")
         assert "No event for 1:0" in browser.text("#waits")
     argv = [sys.executable, "-m", "raydist.tools.watch", str(run), "--export", "report.html"]
     subprocess.run(argv, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     with Browser() as browser:
         browser.open(f"file://{folder}/report.html")
-        browser.until(DRAWN)
+        browser.wait_until(DRAWN)
         assert browser.value(LOSS) == steps
         assert "rank 1 on" in browser.text("#failures")
         browser.value("document.querySelector('#log').scrollIntoView()")
-        browser.until("document.querySelector('#log').innerText.includes('of rank 0')")
+        browser.wait_until("document.querySelector('#log').innerText.includes('of rank 0')")
         browser.value("document.querySelector('#failures button').click()")
-        browser.until(
+        browser.wait_until(
             "document.querySelector('dialog[open] pre')?.innerText.includes('root cause')"
         )
         assert_only_local(browser)
@@ -242,8 +242,8 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
             events.say("report", rank=0, step=step * 1000, values={"loss": 1.0})
     with watching(tmp_path, str(run)) as link, Browser() as browser:
         browser.open(link)
-        browser.until("raydist?.curves?.loss?.steps.at(-1) == 100000")
-        browser.until(DRAWN)
+        browser.wait_until("raydist?.curves?.loss?.steps.at(-1) == 100000")
+        browser.wait_until(DRAWN)
         assert (
             browser.value(
                 "Math.max(...Object.values(raydist.curves).map((one) => one.steps.length))"
@@ -261,7 +261,7 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
         }
         assert len(page) >= 5
         assert 0 < sum(page.values()) < 200_000
-        browser.until("document.querySelector('#other option[value=two]')")
+        browser.wait_until("document.querySelector('#other option[value=two]')")
         assert browser.value("[1234.56, 1000, 0.5, 1e-7, null].map(four)") == [
             "1235",
             "1000",
@@ -272,7 +272,7 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
         zoomed_by_keys(browser)
         browser.value("document.querySelector('#other').value = 'two'")
         browser.value("document.querySelector('#other').dispatchEvent(new Event('change'))")
-        browser.until("raydist.charts.loss?.plot.data[2].some((value) => value === 1)")
+        browser.wait_until("raydist.charts.loss?.plot.data[2].some((value) => value === 1)")
         assert_only_local(browser)
 
 
@@ -289,7 +289,7 @@ def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
         Events(run / "events.jsonl") as events,
     ):
         browser.open(link)
-        browser.until("document.querySelectorAll('#ranks tbody tr').length == 4")
+        browser.wait_until("document.querySelectorAll('#ranks tbody tr').length == 4")
         button = (
             "[...document.querySelectorAll('#ranks button')].find((one) => one.innerText == '2')"
         )
@@ -306,24 +306,24 @@ def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
                 ranks={str(rank): (step, own.get(str(rank), 0.05), 0.1) for rank in range(4)},
             )
             events.say("report", rank=0, step=step, values={"loss": 1.0, "constructor": 1.0})
-            browser.until(f"window.held.closest('tr').cells[3].innerText == '{step}'")
+            browser.wait_until(f"window.held.closest('tr').cells[3].innerText == '{step}'")
             assert browser.value(
                 "document.activeElement === window.held && document.contains(window.held)"
             )
             assert browser.value(f"window.held.closest('tr').rowIndex == {1 if step == 201 else 4}")
-        browser.until("document.querySelector('[data-name=constructor]')")
+        browser.wait_until("document.querySelector('[data-name=constructor]')")
         before = browser.value("window.changes")
         events.say("report", rank=0, step=203, values={"loss": 1.0})
-        browser.until(f"{LOSS}.at(-1) == 203")
+        browser.wait_until(f"{LOSS}.at(-1) == 203")
         assert browser.value("window.changes") == before
         assert status_of(f"{link}log?rank=nan")[0] == status_of(f"{link}curves?from=inf")[0] == 400
         assert_only_local(browser)
         argv = [sys.executable, "-m", "raydist.tools.watch", str(run), "--export", "a.html"]
         subprocess.run(argv, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
         browser.open(f"file://{tmp_path}/a.html")
-        browser.until(DRAWN)
+        browser.wait_until(DRAWN)
         browser.value("document.querySelector('#log').scrollIntoView()")
-        browser.until(
+        browser.wait_until(
             "document.querySelector('#log').innerText.includes('before <!-- <script> after')"
         )
 
@@ -338,18 +338,18 @@ def zoomed_by_keys(browser: Browser) -> None:
         browser.press("+")
     low, high = browser.value(scale)
     assert 500 < high - low < 1000
-    browser.until(
+    browser.wait_until(
         "(({ data: [x] }) => x.length > 500 && x[1] - x[0] == 1)(raydist.charts.loss.plot)"
     )
     browser.press("ArrowRight")
-    browser.until(f"{scale}[0] > {low} + 100 && {scale}[1] - {scale}[0] < {high - low} + 1")
+    browser.wait_until(f"{scale}[0] > {low} + 100 && {scale}[1] - {scale}[0] < {high - low} + 1")
     for _ in range(6):
         browser.press("-")
     for _ in range(20):
         browser.press("ArrowLeft")
-    browser.until(f"{scale}[0] == 1")
+    browser.wait_until(f"{scale}[0] == 1")
     browser.press("0")
-    browser.until(f"{scale}[1] == 100000")
+    browser.wait_until(f"{scale}[1] == 100000")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def began(program: Program) -> bool:
 
 
 def assert_nothing_left(program: Program) -> None:
-    assert program.left() == []
+    assert program.leftovers() == []
 
 
 def test_no_ray_is_started(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_failure_is_blamed_and_restarted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> None:
     program = launch(tmp_path, "--nproc-per-node", "2", "steps.py")
-    program.until(lambda: began(program), "step 10")
+    program.wait_until(lambda: began(program), "step 10")
     program.signal(number)
     assert program.wait() == 128 + number
     assert program.result()["status"] == "stopped"
@@ -138,7 +138,7 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> No
 
 def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
     program = launch(tmp_path, "--nproc-per-node", "2", "steps.py")
-    program.until(lambda: began(program), "step 10")
+    program.wait_until(lambda: began(program), "step 10")
     ranks = [event["pid"] for event in program.events("joined")]
     program.signal(signal.SIGKILL)
     program.wait()
@@ -148,7 +148,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
 
 def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
     program = launch(tmp_path, "--nproc-per-node", "2", "hang.after_s=1", "steps.py", "--report")
-    program.until(
+    program.wait_until(
         lambda: "step 60" in program.screen, "step 60"
     )  # its pace is known: who has none is given a minute
     (stopped,) = [event["pid"] for event in program.events("joined") if event["rank"] == 1]

@@ -353,7 +353,7 @@ def test_a_bucket_that_is_not_there_starts_nothing(s3: Store, tmp_path: Path) ->
 def test_a_run_outlives_its_bucket(tmp_path: Path, ray_address: str) -> None:
     with store() as lost:
         run = started(tmp_path, lost, "train.epochs=8", address=ray_address)
-        run.until(
+        run.wait_until(
             lambda: any(tmp_path.glob("runs/*/*/events.jsonl")) and bool(run.events("saved")),
             "checkpoint",
         )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from raydist.settings.config import Backend, Job
 from raydist.tools import bandwidth, bandwidth_ranks
 from raydist.tools.bandwidth_figures import OPS
-from tests.ranks import Told, run_ranks
+from tests.ranks import RankResult, run_ranks
 
 GLOO = Job(backend=Backend(name="gloo", timeout_s=60))
 
@@ -25,7 +25,7 @@ def measured(
     ranks: int = 3,
     pairs: bool = False,
     instead: dict[str, Any] | None = None,
-) -> list[Told]:
+) -> list[RankResult]:
     """What each rank measured, with some operations of torch.distributed replaced."""
 
     def job(config: Job) -> Any:

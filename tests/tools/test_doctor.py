@@ -28,7 +28,7 @@ from raydist.tools import doctor, doctor_rounds
 from raydist.tools.doctor_report import Report
 from raydist.tools.doctor_rounds import Rounds
 from tests.conftest import ROOT
-from tests.leftovers import gone
+from tests.leftovers import remaining_processes
 from tests.stores import store
 
 
@@ -90,7 +90,7 @@ def test_without_ray_this_machine_is_looked_at_and_nothing_stays(
     assert text.splitlines()[0] == "job   2 ranks on 1 node, backend gloo, over lo"
     assert text.splitlines()[-1].startswith("this job can run: ")
     assert list(empty.iterdir()) == []
-    assert gone(str(tmp_path)) == []
+    assert remaining_processes(str(tmp_path)) == []
 
 
 def test_a_run_folder_that_cannot_be_made_is_found(capsys: pytest.CaptureFixture[str]) -> None:

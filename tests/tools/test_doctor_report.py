@@ -14,7 +14,7 @@ from raydist.tools import doctor_findings as found
 from raydist.tools import doctor_report
 from raydist.tools.doctor_findings import CHECKS, Host
 from raydist.tools.doctor_report import Report
-from tests.programs import plain
+from tests.programs import strip_escapes
 
 FINE, SILENT = Trip("fine", "", 1e-4), Trip("silent", "no answer within 3 s")
 
@@ -159,4 +159,4 @@ def test_a_terminal_gets_colours_and_the_same_words(
     monkeypatch.delenv("FORCE_COLOR")
     without = shown(capsys, report(5, cut_off=2))
     assert "\x1b[" not in without
-    assert plain(coloured).split() == without.split()
+    assert strip_escapes(coloured).split() == without.split()

@@ -24,7 +24,7 @@ from raydist.state.snapshot_layout import LOCK, WORD, blank_page
 from raydist.training.evaluation import accuracy
 from raydist.training.step import Stepper, speed_up_gpu
 from raydist.worker import context, groups
-from tests.ranks import Told, run_ranks
+from tests.ranks import RankResult, run_ranks, succeeded
 
 SIZE, FEATURES = 96, 6
 BASE = Job(
@@ -83,31 +83,30 @@ def train(
     return given, noted.seen, {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def fine(told: list[Told]) -> list[Told]:
-    assert [one.error for one in told] == [""] * len(told)
-    return told
-
-
 def stop_after(job: Job, steps: int) -> Job:
     """The same training, cut short: its schedule is still that of the whole."""
     return replace(job, checkpoint=Checkpoint(every=steps, keep=9))
 
 
-def resumed(world: int, job: Job, run_dir: Path, step: int, function: Any = train) -> list[Told]:
+def resumed(
+    world: int, job: Job, run_dir: Path, step: int, function: Any = train
+) -> list[RankResult]:
     path = run_dir / "checkpoints" / f"step-{step:08d}"
-    return fine(run_ranks(world, job, function, run_dir / "second", {"RAYDIST_RESUME": str(path)}))
+    return succeeded(
+        run_ranks(world, job, function, run_dir / "second", {"RAYDIST_RESUME": str(path)})
+    )
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Told]]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RankResult]]:
     """Two ranks, 16 steps, a checkpoint every 5."""
     run_dir = tmp_path_factory.mktemp("unbroken")
-    return run_dir, fine(run_ranks(2, stop_after(BASE, 5), train, run_dir))
+    return run_dir, succeeded(run_ranks(2, stop_after(BASE, 5), train, run_dir))
 
 
 @pytest.mark.parametrize("step", [5, 10])
 def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
-    unbroken: tuple[Path, list[Told]], step: int
+    unbroken: tuple[Path, list[RankResult]], step: int
 ) -> None:
     run_dir, whole = unbroken
     again = resumed(2, BASE, run_dir, step)
@@ -122,13 +121,13 @@ def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(
     tmp_path: Path,
 ) -> None:
     fused = replace(BASE, optim=Optim("adamw", lr=0.01, fused=True))
-    whole = fine(run_ranks(2, stop_after(fused, 5), train, tmp_path))
+    whole = succeeded(run_ranks(2, stop_after(fused, 5), train, tmp_path))
     again = resumed(2, fused, tmp_path, 5)
     assert again[0].losses == whole[0].losses[5:]
     assert last_optimizer(tmp_path / "second")["fused"]
     begin = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / "step-00000005")}
     alone = replace(fused, optim=replace(fused.optim, fused=False))
-    plain = fine(run_ranks(2, alone, train, tmp_path / "third", begin))
+    plain = succeeded(run_ranks(2, alone, train, tmp_path / "third", begin))
     assert plain[0].losses == pytest.approx(whole[0].losses[5:], abs=1e-4)
     assert not last_optimizer(tmp_path / "third")[
         "fused"
@@ -145,7 +144,7 @@ def last_optimizer(run_dir: Path) -> Any:
 def test_resume_of_three_ranks_is_bitwise_too(tmp_path: Path) -> None:
     # With two ranks a + b = b + a hides in which order DDP's buckets add up; with three it shows.
     wide = functools.partial(train, made=wide_model)
-    whole = fine(run_ranks(3, stop_after(BASE, 4), wide, tmp_path))
+    whole = succeeded(run_ranks(3, stop_after(BASE, 4), wide, tmp_path))
     again = resumed(3, BASE, tmp_path, 4, wide)
     assert again[0].losses == whole[0].losses[4:]
 
@@ -164,7 +163,7 @@ def wide_model() -> nn.Module:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(
-    unbroken: tuple[Path, list[Told]], tmp_path: Path, world: int
+    unbroken: tuple[Path, list[RankResult]], tmp_path: Path, world: int
 ) -> None:
     run_dir, whole = unbroken
     again = resumed(world, BASE, run_dir, 5)
@@ -178,7 +177,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
 
 
 def test_an_epoch_sees_every_sample_once_and_epochs_differ(
-    unbroken: tuple[Path, list[Told]],
+    unbroken: tuple[Path, list[RankResult]],
 ) -> None:
     seen = [told.value[1] for told in unbroken[1]]
     first, second = (sorted(index for one in seen for index in one[at : at + 48]) for at in (0, 48))
@@ -186,13 +185,13 @@ def test_an_epoch_sees_every_sample_once_and_epochs_differ(
     assert seen[0][:48] != seen[0][48:]
 
 
-def test_loader_workers_change_nothing(unbroken: tuple[Path, list[Told]]) -> None:
+def test_loader_workers_change_nothing(unbroken: tuple[Path, list[RankResult]]) -> None:
     run_dir, whole = unbroken
     again = resumed(2, replace(BASE, data=replace(BASE.data, workers=1)), run_dir, 5)
     assert [told.losses for told in again] == [told.losses[5:] for told in whole]
 
 
-def test_the_events_of_a_training(unbroken: tuple[Path, list[Told]]) -> None:
+def test_the_events_of_a_training(unbroken: tuple[Path, list[RankResult]]) -> None:
     first, second = unbroken[1]
     (begin,) = first.kind("begin")
     assert (begin["steps"], begin["epochs"], begin["samples"], begin["resumed"]) == (16, 2, SIZE, 0)
@@ -220,7 +219,7 @@ def test_ranks_draw_different_dropout(tmp_path: Path) -> None:
         raydist.fit(job, model=model(), train=samples(), loss=F.cross_entropy)
         return float(torch.rand(()))
 
-    one, two = fine(run_ranks(2, replace(BASE, train=Train(steps=1)), draw, tmp_path))
+    one, two = succeeded(run_ranks(2, replace(BASE, train=Train(steps=1)), draw, tmp_path))
     assert one.value != two.value
 
 
@@ -228,10 +227,10 @@ def test_parameters_begin_alike_from_the_seed(tmp_path: Path) -> None:
     def first(job: Job) -> float:
         return float(model()[0].weight[0, 0])  # type: ignore[index]
 
-    values = {told.value for told in fine(run_ranks(2, BASE, first, tmp_path))}
+    values = {told.value for told in succeeded(run_ranks(2, BASE, first, tmp_path))}
     assert len(values) == 1
     assert values != {
-        told.value for told in fine(run_ranks(1, replace(BASE, seed=6), first, tmp_path))
+        told.value for told in succeeded(run_ranks(1, replace(BASE, seed=6), first, tmp_path))
     }
 
 
@@ -255,7 +254,7 @@ def with_train(**words: Any) -> Job:
 
 def test_accumulation_is_the_big_batch_and_gradients_travel_once(tmp_path: Path) -> None:
     small, big = (
-        fine(run_ranks(2, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a)))
+        succeeded(run_ranks(2, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a)))
         for a in (3, 1)
     )
     for value, other in zip(small[0].value[0], big[0].value[0], strict=True):
@@ -265,7 +264,7 @@ def test_accumulation_is_the_big_batch_and_gradients_travel_once(tmp_path: Path)
 
 def test_accumulation_of_two_in_one_process(tmp_path: Path) -> None:
     small, big = (
-        fine(run_ranks(1, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a)))
+        succeeded(run_ranks(1, with_train(epochs=1, accumulate=a), plain, tmp_path / str(a)))
         for a in (2, 1)
     )
     for value, other in zip(small[0].value[0], big[0].value[0], strict=True):
@@ -284,7 +283,7 @@ def test_the_loss_is_the_mean_over_all_samples_on_every_rank(tmp_path: Path) -> 
     job = replace(
         with_train(epochs=1, accumulate=2), data=Data(global_batch=10), scale=Scale(max_nodes=2)
     )
-    whole, *three = fine(
+    whole, *three = succeeded(
         run_ranks(1, job, learn, tmp_path / "1") + run_ranks(3, job, learn, tmp_path / "3")
     )
     assert [told.losses for told in three] == [three[0].losses] * 3
@@ -293,7 +292,7 @@ def test_the_loss_is_the_mean_over_all_samples_on_every_rank(tmp_path: Path) -> 
 
 
 def test_ranks_end_with_the_same_parameters(tmp_path: Path) -> None:
-    one, two = fine(run_ranks(2, with_train(epochs=1), plain, tmp_path))
+    one, two = succeeded(run_ranks(2, with_train(epochs=1), plain, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(one.value[0], two.value[0], strict=True))
 
 
@@ -308,7 +307,7 @@ def test_clipping_bounds_the_step(tmp_path: Path, precision: str) -> None:
         )
 
     job = replace(with_train(steps=1, clip=0.01, precision=precision), data=Data(global_batch=12))
-    (told,) = fine(run_ranks(1, job, moved, tmp_path))
+    (told,) = succeeded(run_ranks(1, job, moved, tmp_path))
     # plain SGD: the step is the rate (0.1) times the gradient's norm, which the clipping holds at
     # 0.01
     assert told.value == pytest.approx(0.001, rel=1e-3)
@@ -365,7 +364,7 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
         return raydist.fit(job, model=model(), train=samples(), loss=F.cross_entropy)["loss"]
 
     job = replace(BASE, train=Train(steps=2), checkpoint=Checkpoint(every=0))
-    fine(run_ranks(2, job, learn, tmp_path))
+    succeeded(run_ranks(2, job, learn, tmp_path))
     assert len(turns.read_text()) >= 3
 
 
@@ -394,9 +393,9 @@ def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_aft
         return loading, training
 
     job = replace(BASE, optim=Optim("adamw"))
-    fine(run_ranks(1, replace(job, train=Train(steps=2)), learn, tmp_path))
+    succeeded(run_ranks(1, replace(job, train=Train(steps=2)), learn, tmp_path))
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    (told,) = fine(
+    (told,) = succeeded(
         run_ranks(
             1, replace(job, train=Train(steps=4)), learn, tmp_path, {"RAYDIST_RESUME": str(saved)}
         )
@@ -423,7 +422,7 @@ def test_precision_of_the_forward_pass(tmp_path: Path, precision: str, dtype: st
         assert saved is not None
         return seen, str(net[0].weight.dtype), sorted(saved.state["scaler"])
 
-    (told,) = fine(
+    (told,) = succeeded(
         run_ranks(1, replace(BASE, train=Train(epochs=4, precision=precision)), learn, tmp_path)
     )
     seen, weights, scaler = told.value
@@ -443,7 +442,7 @@ def test_fp16_resumes_with_its_scaler(tmp_path: Path) -> None:
         replace(BASE, train=Train(epochs=2, precision="fp16")),
         functools.partial(train, loss=steep),
     )
-    (whole,) = fine(run_ranks(1, stop_after(job, 5), learn, tmp_path))
+    (whole,) = succeeded(run_ranks(1, stop_after(job, 5), learn, tmp_path))
     saved = checkpoint_files.verify(tmp_path / "checkpoints" / "step-00000005")
     assert saved.state["scaler"]["scale"] < 65536
     (again,) = resumed(1, job, tmp_path, 5, learn)
@@ -471,7 +470,7 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
         }
         return given, alone
 
-    told = fine(run_ranks(2, BASE, learn, tmp_path))
+    told = succeeded(run_ranks(2, BASE, learn, tmp_path))
     for one in told:
         given, alone = one.value
         assert {name: given[name] for name in alone} == pytest.approx(alone, rel=1e-5)
@@ -502,14 +501,14 @@ def learn_and_test(job: Job) -> dict[str, float]:
 def test_when_it_evaluates_and_saves(
     tmp_path: Path, words: dict[str, Any], evaluated: list[int], saved: list[int]
 ) -> None:
-    (told,) = fine(run_ranks(1, replace(BASE, train=Train(**words)), learn_and_test, tmp_path))
+    (told,) = succeeded(run_ranks(1, replace(BASE, train=Train(**words)), learn_and_test, tmp_path))
     assert [e["step"] for e in told.kind("report") if "accuracy" in e["values"]] == evaluated
     assert [e["step"] for e in told.kind("saved")] == saved
 
 
 def test_a_checkpoint_knows_its_metrics_and_the_best_is_kept(tmp_path: Path) -> None:
     job = replace(BASE, train=Train(epochs=6), checkpoint=Checkpoint(keep=1, best="min:test_loss"))
-    (told,) = fine(run_ranks(1, job, learn_and_test, tmp_path))
+    (told,) = succeeded(run_ranks(1, job, learn_and_test, tmp_path))
     kept = sorted((tmp_path / "checkpoints").iterdir())
     losses = {
         e["step"]: e["values"]["test_loss"]
@@ -525,7 +524,7 @@ def test_a_checkpoint_knows_its_metrics_and_the_best_is_kept(tmp_path: Path) -> 
     assert newest.meta.world_size == 1
 
 
-def test_settings_override_a_checkpoint(unbroken: tuple[Path, list[Told]]) -> None:
+def test_settings_override_a_checkpoint(unbroken: tuple[Path, list[RankResult]]) -> None:
     run_dir, whole = unbroken
     half = replace(
         BASE, optim=replace(BASE.optim, lr=BASE.optim.lr / 2, args={"weight_decay": 0.5})
@@ -540,7 +539,7 @@ def test_settings_override_a_checkpoint(unbroken: tuple[Path, list[Told]]) -> No
     assert newest.state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
 
 
-def test_a_finished_training_is_not_trained_again(unbroken: tuple[Path, list[Told]]) -> None:
+def test_a_finished_training_is_not_trained_again(unbroken: tuple[Path, list[RankResult]]) -> None:
     again = resumed(2, BASE, unbroken[0], 16)
     assert again[0].kind("begin")[0]["resumed"] == 16
     assert [one.value[1] for one in again] == [[], []]
@@ -552,13 +551,13 @@ def test_a_finished_training_is_not_trained_again(unbroken: tuple[Path, list[Tol
     assert again[1].kind("recalled") == []
 
 
-def test_further_epochs_continue_at_the_end(unbroken: tuple[Path, list[Told]]) -> None:
+def test_further_epochs_continue_at_the_end(unbroken: tuple[Path, list[RankResult]]) -> None:
     again = resumed(2, replace(BASE, train=Train(epochs=3)), unbroken[0], 16)
     assert [e["step"] for e in again[0].kind("report")] == list(range(17, 25))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_path(
-    unbroken: tuple[Path, list[Told]],
+    unbroken: tuple[Path, list[RankResult]],
 ) -> None:
     path = unbroken[0] / "checkpoints" / "step-00000010"
     told = run_ranks(
@@ -572,7 +571,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_path(
 
 
 def test_ranks_that_find_different_checkpoints_are_an_error(
-    unbroken: tuple[Path, list[Told]],
+    unbroken: tuple[Path, list[RankResult]],
 ) -> None:
     def blind(job: Job) -> Any:
         if raydist.rank().rank == 1:
@@ -608,7 +607,7 @@ def test_fp32_on_a_gpu_is_as_fast_as_the_settings_say(
     words: dict[str, bool], deterministic: bool, precision: str, search: bool, tmp_path: Path
 ) -> None:
     job = replace(BASE, train=Train(**words), deterministic=deterministic)  # type: ignore[arg-type]
-    assert fine(run_ranks(1, job, switched, tmp_path))[0].value == (precision, search)
+    assert succeeded(run_ranks(1, job, switched, tmp_path))[0].value == (precision, search)
 
 
 def test_channels_last_reaches_the_model(tmp_path: Path) -> None:
@@ -622,7 +621,7 @@ def test_channels_last_reaches_the_model(tmp_path: Path) -> None:
         raydist.fit(job, model=net, train=images, test=images, loss=F.cross_entropy)
         return all(seen), layer.weight.is_contiguous(memory_format=torch.channels_last)
 
-    (told,) = fine(
+    (told,) = succeeded(
         run_ranks(1, replace(BASE, train=Train(epochs=1, channels_last=True)), learn, tmp_path)
     )
     assert told.value == (True, True)
@@ -634,7 +633,9 @@ def test_compile_gives_the_same_numbers(tmp_path: Path) -> None:
         return int(torch._dynamo.utils.counters["frames"]["ok"])
 
     compiled, eager = (
-        fine(run_ranks(2, with_train(steps=3, compile=flag), compiled_frames, tmp_path / str(flag)))
+        succeeded(
+            run_ranks(2, with_train(steps=3, compile=flag), compiled_frames, tmp_path / str(flag))
+        )
         for flag in (True, False)
     )
     assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-4)
@@ -652,7 +653,7 @@ def test_compile_by_blocks_gives_the_same_numbers_under_fsdp(tmp_path: Path) -> 
 
     job = replace(with_train(steps=3), parallel=Parallel("fsdp", blocks="Linear"))
     compiled, eager = (
-        fine(
+        succeeded(
             run_ranks(
                 2,
                 replace(job, train=replace(job.train, compile=flag)),

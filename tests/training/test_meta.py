@@ -17,8 +17,7 @@ from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Paral
 from raydist.shared.errors import ConfigError
 from raydist.training.gpt import GPT
 from raydist.training.meta import make_values, on_meta
-from tests.ranks import run_ranks
-from tests.training.test_parallel import fine
+from tests.ranks import run_ranks, succeeded
 
 CPU = torch.device("cpu")
 
@@ -113,7 +112,7 @@ def test_ranks_with_the_same_part_have_the_same_values(settings: Parallel, tmp_p
         train=Train(steps=1),
     )
     job = replace(job, checkpoint=Checkpoint(every=100), parallel=settings)
-    values = [one.value for one in fine(run_ranks(4, job, made, tmp_path))]
+    values = [one.value for one in succeeded(run_ranks(4, job, made, tmp_path))]
     assert {*values[0]} | {*values[-1]} == {
         f"{index}.{kind}" for index in range(4) for kind in ("weight", "bias")
     }

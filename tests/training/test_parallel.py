@@ -60,7 +60,7 @@ from raydist.training.parallel import styles
 from raydist.worker import context
 from raydist.worker.torch_private import fake_tensors
 from tests.conftest import ROOT
-from tests.ranks import Told, run_ranks
+from tests.ranks import RankResult, run_ranks, succeeded
 from tests.training.test_sharded import memory
 
 STEPS = 20
@@ -301,7 +301,7 @@ def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) ->
         raydist.fit(job, model=GPT(**sizes), train=TensorDataset(text, text), loss=next_token)
         return found
 
-    told = fine(run_ranks(4, job, held, tmp_path))
+    told = succeeded(run_ranks(4, job, held, tmp_path))
     with torch.device("meta"):
         model = GPT(**sizes)
     planned = memory_of(model, job, mesh_shape(settings, 4, 4))
@@ -343,7 +343,7 @@ def test_gradients_stay_in_shards_between_the_passes_of_a_step(
         raydist.fit(job, model=model, train=TensorDataset(text, text), loss=noting)
         return seen
 
-    told = fine(run_ranks(4, job, held, tmp_path))
+    told = succeeded(run_ranks(4, job, held, tmp_path))
     with torch.device("meta"):
         planned = memory_of(GPT(**sizes), job, mesh_shape(settings, 4, 4))["gradients"]
     assert {one.value[0] for one in told} == {0}
@@ -515,7 +515,7 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
     job = replace(
         BASE, backend=Backend("gloo", timeout_s=77), parallel=settings, data=Data(batch_size=6)
     )
-    told = fine(
+    told = succeeded(
         run_ranks(
             ranks,
             replace(job, snapshot=Snapshot(1), train=Train(steps=2)),
@@ -579,12 +579,7 @@ def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
 
-def fine(told: list[Told]) -> list[Told]:
-    assert [one.error for one in told] == [""] * len(told)
-    return told
-
-
-def mean_losses(told: list[Told]) -> list[float]:
+def mean_losses(told: list[RankResult]) -> list[float]:
     """The loss of each step, the mean over the ranks."""
     return [sum(losses) / len(told) for losses in zip(*(one.losses for one in told), strict=True)]
 
@@ -608,7 +603,7 @@ def trained(
             figures.append(train(job))
         return figures
 
-    told = fine(run_ranks(ranks, replace(BASE, parallel=settings), both, folder / name))
+    told = succeeded(run_ranks(ranks, replace(BASE, parallel=settings), both, folder / name))
     losses = mean_losses(told)
     return told[0].value, [losses[:STEPS], losses[STEPS:]]
 
@@ -641,7 +636,7 @@ def test_the_losses_are_those_of_ddp(
         name == "pp"
         # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
     ):
-        (alone_told,) = fine(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
+        (alone_told,) = succeeded(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
         figures = [alone_told.value]
     assert found[0]["accuracy"] == figures[0]["accuracy"]
     assert found[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
@@ -652,7 +647,7 @@ def test_a_fused_optimizer_takes_shards(folder: Path, tmp_path: Path, settings: 
     _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
     fused = replace(BASE.optim, fused=True)
     job = replace(BASE, parallel=settings, optim=fused, train=replace(BASE.train, steps=8))
-    assert mean_losses(fine(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(
+    assert mean_losses(succeeded(run_ranks(4, job, gpt, tmp_path))) == pytest.approx(
         wanted[:8], abs=1e-5
     )
 
@@ -685,7 +680,7 @@ def levered(
             seen.append((kinds, types_since()))
         return seen
 
-    told = fine(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
+    told = succeeded(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
     losses = iter(mean_losses(told))
     return {
         lever: (list(islice(losses, LEVERS[lever].train.steps)), seen)
@@ -733,7 +728,7 @@ def test_blocks_are_compiled_one_by_one_in_a_stage_too(folder: Path, tmp_path: P
     job = replace(
         BASE, parallel=Parallel("fsdp", pp=2), train=replace(BASE.train, steps=4, compile=True)
     )
-    told = fine(run_ranks(4, job, compiled, tmp_path))
+    told = succeeded(run_ranks(4, job, compiled, tmp_path))
     assert all(one.value for one in told)
     _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
     assert mean_losses(told) == pytest.approx(wanted[:4], abs=1e-5)
@@ -760,7 +755,9 @@ def resumed(
     ranks: int, settings: Parallel, checkpoint: Path, to: Path, steps: int = STEPS
 ) -> list[float]:
     job = replace(BASE, parallel=settings, train=replace(BASE.train, steps=steps))
-    return mean_losses(fine(run_ranks(ranks, job, gpt, to, {"RAYDIST_RESUME": str(checkpoint)})))
+    return mean_losses(
+        succeeded(run_ranks(ranks, job, gpt, to, {"RAYDIST_RESUME": str(checkpoint)}))
+    )
 
 
 def test_a_state_in_shards_goes_on_with_any_number_of_ranks(folder: Path, tmp_path: Path) -> None:
@@ -800,7 +797,7 @@ def in_memory(
     pid, job = os.getpid(), replace(BASE, parallel=settings, snapshot=Snapshot(1), optim=optim)
     job = replace(job, train=replace(BASE.train, steps=end))
     env = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": str(restart)}
-    return mean_losses(fine(run_ranks(len(memories), job, attempt, to, env)))
+    return mean_losses(succeeded(run_ranks(len(memories), job, attempt, to, env)))
 
 
 def test_a_state_in_shards_goes_on_from_memory_with_any_number_of_ranks(
@@ -866,7 +863,7 @@ def test_what_has_no_state_in_the_optimizer_goes_on_too(
         train=replace(BASE.train, steps=12),
         checkpoint=Checkpoint(every=4, keep=9),
     )
-    whole = mean_losses(fine(run_ranks(2, job, train, tmp_path / "whole")))
+    whole = mean_losses(succeeded(run_ranks(2, job, train, tmp_path / "whole")))
     a, b = memory(), memory()
     losses = in_memory([a, b], tmp_path / "begin", 4, 0, train=train, optim=optim)
     losses += in_memory([a, b], tmp_path / "same", 8, 1, train=train, optim=optim)
@@ -876,7 +873,9 @@ def test_what_has_no_state_in_the_optimizer_goes_on_too(
     )
     at = {"RAYDIST_RESUME": str(tmp_path / "whole" / "checkpoints" / "step-00000008")}
     for name, ranks, settings in (("shards", 2, FSDP), ("alone", 1, Parallel())):
-        told = fine(run_ranks(ranks, replace(job, parallel=settings), train, tmp_path / name, at))
+        told = succeeded(
+            run_ranks(ranks, replace(job, parallel=settings), train, tmp_path / name, at)
+        )
         assert mean_losses(told) == pytest.approx(whole[8:], abs=1e-5)
 
 
@@ -949,7 +948,7 @@ def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
         return max(whole), values
 
     job = replace(BASE, parallel=Parallel("fsdp"), train=Train(steps=1), data=Data(global_batch=2))
-    one, two = fine(run_ranks(2, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path))
+    one, two = succeeded(run_ranks(2, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path))
     (most, values), (_, others) = one.value, two.value
     assert most == 1
     assert all(torch.equal(values[name], others[name]) for name in values)

@@ -23,7 +23,7 @@ from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Paral
 from raydist.shared.events import Event
 from raydist.training import waits
 from raydist.worker import context
-from tests.ranks import Told, run_ranks
+from tests.ranks import run_ranks, succeeded
 from tests.training.test_sharded import memory
 
 SIZE, STEPS, STOP = 96, 20, 10
@@ -203,17 +203,12 @@ def fit_all(
     return done
 
 
-def fine(told: list[Told]) -> list[Told]:
-    assert [one.error for one in told] == [""] * len(told)
-    return told
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Of each rank what each source came to: undisturbed, and from step 10 on in new processes."""
     folder = tmp_path_factory.mktemp("sources")
-    whole = fine(run_ranks(2, JOB, fit_all, folder))
-    again = fine(run_ranks(2, JOB, functools.partial(fit_all, step=STOP), folder))
+    whole = succeeded(run_ranks(2, JOB, fit_all, folder))
+    again = succeeded(run_ranks(2, JOB, functools.partial(fit_all, step=STOP), folder))
     return [told.value for told in whole], [told.value for told in again]
 
 
@@ -250,8 +245,8 @@ IN_SHARDS = [
 
 
 def test_a_source_goes_on_in_mid_epoch_with_a_model_in_shards(tmp_path: Path) -> None:
-    whole = fine(run_ranks(2, SHARDED, functools.partial(fit_all, names=IN_SHARDS), tmp_path))
-    again = fine(
+    whole = succeeded(run_ranks(2, SHARDED, functools.partial(fit_all, names=IN_SHARDS), tmp_path))
+    again = succeeded(
         run_ranks(2, SHARDED, functools.partial(fit_all, step=STOP, names=IN_SHARDS), tmp_path)
     )
     for name in IN_SHARDS:
@@ -277,8 +272,10 @@ def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memor
 
     job = replace(SHARDED, checkpoint=Checkpoint(every=100))
     path = {"RAYDIST_RESUME": "", "TORCHELASTIC_RESTART_COUNT": "0"}
-    whole = fine(run_ranks(2, job, lambda words: fit(words, OwnLoader()), tmp_path / "whole", path))
-    again = fine(run_ranks(2, job, struck, tmp_path / "struck", path))
+    whole = succeeded(
+        run_ranks(2, job, lambda words: fit(words, OwnLoader()), tmp_path / "whole", path)
+    )
+    again = succeeded(run_ranks(2, job, struck, tmp_path / "struck", path))
     assert [told.value for told in again] == [(*told.value, 1) for told in whole]
 
 
@@ -305,10 +302,12 @@ def test_the_stages_of_a_pipeline_read_the_same_stream(tmp_path: Path) -> None:
         raydist.fit(job, model=model, train=Features(), loss=nn.functional.cross_entropy)
 
     pipeline = replace(JOB, parallel=Parallel("pp"))
-    (alone,) = fine(run_ranks(1, JOB, learn, tmp_path / "alone"))
-    whole = fine(run_ranks(2, pipeline, learn, tmp_path / "whole"))
+    (alone,) = succeeded(run_ranks(1, JOB, learn, tmp_path / "alone"))
+    whole = succeeded(run_ranks(2, pipeline, learn, tmp_path / "whole"))
     checkpoint = str(tmp_path / "whole" / "checkpoints" / f"step-{STOP:08d}")
-    again = fine(run_ranks(2, pipeline, learn, tmp_path / "again", {"RAYDIST_RESUME": checkpoint}))
+    again = succeeded(
+        run_ranks(2, pipeline, learn, tmp_path / "again", {"RAYDIST_RESUME": checkpoint})
+    )
     for first, second in zip(whole, again, strict=True):
         assert first.losses == pytest.approx(alone.losses, abs=1e-5)
         assert second.losses == first.losses[STOP:]
@@ -345,8 +344,8 @@ def test_a_stream_goes_on_with_another_number_of_ranks(world: int, tmp_path: Pat
 
     job = replace(JOB, data=Data(global_batch=12))
     path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
-    whole = fine(run_ranks(2, job, learn, tmp_path))
-    again = fine(run_ranks(world, job, learn, tmp_path / "again", path))
+    whole = succeeded(run_ranks(2, job, learn, tmp_path))
+    again = succeeded(run_ranks(world, job, learn, tmp_path / "again", path))
     for step in range(STOP, STEPS):
         before = sorted(number for told in whole for number in told.value[step])
         assert before == sorted(number for told in again for number in told.value[1 + step - STOP])
@@ -357,8 +356,8 @@ def test_a_loader_begins_the_epoch_anew_with_another_number_of_ranks(tmp_path: P
         return fit(job, plain_loader())[1]
 
     path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
-    fine(run_ranks(2, JOB, learn, tmp_path))
-    (told,) = fine(run_ranks(1, JOB, learn, tmp_path / "again", path))
+    succeeded(run_ranks(2, JOB, learn, tmp_path))
+    (told,) = succeeded(run_ranks(1, JOB, learn, tmp_path / "again", path))
     (text,) = [e["text"] for e in told.kind("warning") if "anew" in e["text"]]
     assert text.startswith(
         "train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 begins anew"
@@ -375,7 +374,7 @@ def test_ranks_that_end_at_different_steps_stop_together(accumulate: int, tmp_pa
         return fit(job, DataLoader(TensorDataset(*tensors(size)), batch_size=6, drop_last=True))[1]
 
     job = replace(JOB, train=Train(steps=8, accumulate=accumulate))
-    first, second = fine(run_ranks(2, job, learn, tmp_path))
+    first, second = succeeded(run_ranks(2, job, learn, tmp_path))
     each = 5 if accumulate == 1 else 4  # batches of an epoch
     for told in (first, second):
         epochs = [e["values"]["epoch"] for e in told.kind("report")]
@@ -395,7 +394,7 @@ def test_a_length_makes_epochs(tmp_path: Path) -> None:
     def learn(job: Job) -> list[list[int]]:
         return fit(job, plain_loader())[1]
 
-    first, _ = fine(run_ranks(2, replace(JOB, train=Train(epochs=2)), learn, tmp_path))
+    first, _ = succeeded(run_ranks(2, replace(JOB, train=Train(epochs=2)), learn, tmp_path))
     (begin,) = first.kind("begin")
     assert (begin["steps"], begin["epochs"], begin["samples"], len(first.value)) == (
         16,
@@ -466,7 +465,7 @@ def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(
 
     path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
     (whole,), (again,) = (
-        fine(run_ranks(1, JOB, learn, folder, env))
+        succeeded(run_ranks(1, JOB, learn, folder, env))
         for folder, env in ((tmp_path, {}), (tmp_path / "again", path))
     )
     assert again.value[1:] == whole.value[STOP:]
@@ -533,7 +532,7 @@ def test_the_rank_that_waits_for_data_is_named(tmp_path: Path) -> None:
         waits.LEAST_S = 0.0
         fit(job, Slow(*tensors()))
 
-    first, second = fine(run_ranks(2, replace(JOB, train=Train(steps=40)), learn, tmp_path))
+    first, second = succeeded(run_ranks(2, replace(JOB, train=Train(steps=40)), learn, tmp_path))
     said = [e["text"] for e in second.kind("warning")]
     assert [text.partition(" for")[0] for text in said] == ["rank 1 waits"]
     assert first.kind("warning") == []

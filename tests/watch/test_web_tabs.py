@@ -44,7 +44,7 @@ def report(events: Events, *steps: int, metric: str = "loss") -> None:
 def see_log(browser: Browser, text: str) -> None:
     """Scroll to the log, and wait until it has this text."""
     browser.value("document.querySelector('#log').scrollIntoView()")
-    browser.until(f"document.querySelector('#log').innerText.includes({json.dumps(text)})")
+    browser.wait_until(f"document.querySelector('#log').innerText.includes({json.dumps(text)})")
 
 
 def streams(link: str) -> int:
@@ -72,7 +72,7 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
                 browser.new_tab(link)
             else:
                 browser.open(link)
-            browser.until(DRAWN)
+            browser.wait_until(DRAWN)
             see_log(browser, "one begins")
             assert browser.value("fetch('search?text=BEGINS').then((reply) => reply.json())")[
                 "lines"
@@ -84,7 +84,7 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
         with (run / "logs/rank-0.log").open("a") as log:
             log.write("one goes on\n")
         browser.show_tab(0)
-        browser.until(f"{LOSS}.at(-1) == 102")
+        browser.wait_until(f"{LOSS}.at(-1) == 102")
         see_log(browser, "one goes on")
         assert (
             browser.value("document.querySelector('#log').innerText.split('one begins').length")
@@ -95,7 +95,7 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
         with (run / "logs/rank-0.log").open("a") as log:
             log.write("one ends\n")
         browser.show_tab(6)
-        browser.until(
+        browser.wait_until(
             "document.querySelector('#log').innerText.endsWith('one goes on\\none ends\\n')"
         )
         assert (
@@ -108,21 +108,23 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
         events.say("result", status="failed", failure="it broke", metrics={})
         browser.drive_tab(3)
         assert browser.value("document.visibilityState") == "hidden"
-        browser.until("document.title == 'one · failed'")
+        browser.wait_until("document.title == 'one · failed'")
 
 
 def test_a_folder_that_is_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs/job/one", "old", "old_loss")
     with watching(tmp_path, str(run)) as link, Browser() as browser:
         browser.open(link)
-        browser.until("raydist.charts.old_loss")
+        browser.wait_until("raydist.charts.old_loss")
         see_log(browser, "old begins")
         for name, steps in (("shorter", 50), ("longer", 300)):
             shutil.rmtree(run)
             write_run(run, name, f"{name}_loss", steps)
-            browser.until(f"document.title == '{name} · running'")
-            browser.until(f"Array.from(raydist.curves.{name}_loss.steps).at(-1) == {steps}")
-            browser.until(f"Object.keys(raydist.charts).sort().join() == 'accuracy,{name}_loss'")
+            browser.wait_until(f"document.title == '{name} · running'")
+            browser.wait_until(f"Array.from(raydist.curves.{name}_loss.steps).at(-1) == {steps}")
+            browser.wait_until(
+                f"Object.keys(raydist.charts).sort().join() == 'accuracy,{name}_loss'"
+            )
             see_log(browser, f"{name} begins")
             assert browser.value("raydist.curves.accuracy.steps.length") == steps
             assert (
@@ -138,7 +140,7 @@ def test_keys_can_be_switched_off_for_all_pages(tmp_path: Path) -> None:
     with Browser() as browser:
         with watching(tmp_path, str(run)) as link:
             browser.open(link)
-            browser.until(DRAWN)
+            browser.wait_until(DRAWN)
             browser.press("x")
             assert browser.value(by) == "time"
             browser.value("document.querySelector('#keys').click()")
@@ -149,10 +151,12 @@ def test_keys_can_be_switched_off_for_all_pages(tmp_path: Path) -> None:
             assert browser.value("document.activeElement.id") == ""
             browser.value("document.querySelector('[data-name=loss] div').focus()")
             browser.press("+")  # of what has the focus
-            browser.until("(({ min, max }) => max - min < 60)(raydist.charts.loss.plot.scales.x)")
+            browser.wait_until(
+                "(({ min, max }) => max - min < 60)(raydist.charts.loss.plot.scales.x)"
+            )
         with watching(tmp_path, str(run)) as link:  # at another port
             browser.open(link)
-            browser.until(DRAWN)
+            browser.wait_until(DRAWN)
             browser.press("x")
             assert browser.value(by) == "step"
             browser.value("document.querySelector('#keys').click()")
@@ -170,18 +174,18 @@ def test_the_stacks_of_a_hang_are_a_click_away(tmp_path: Path) -> None:
         Events(run / "events.jsonl") as events,
     ):
         browser.open(link)
-        browser.until("document.querySelectorAll('#ranks tbody tr').length == 2")
+        browser.wait_until("document.querySelectorAll('#ranks tbody tr').length == 2")
         events.say("hang", text="rank 1 sleeps", ranks=[1], certain=False, s=9.0)
-        browser.until("document.querySelector('#ranks button[title=\"stacks of rank 1\"]')")
+        browser.wait_until("document.querySelector('#ranks button[title=\"stacks of rank 1\"]')")
         browser.value("document.querySelector('#ranks button[title=\"stacks of rank 1\"]').click()")
-        browser.until(f"{shown} == 'all_reduce <here>\\n'")
+        browser.wait_until(f"{shown} == 'all_reduce <here>\\n'")
         browser.value("document.querySelector('dialog button').click()")
         browser.value("document.querySelector('#nccl').click()")
-        browser.until(f"{shown}.includes('rank-0.nccl is not there: fabric.debug=true')")
+        browser.wait_until(f"{shown}.includes('rank-0.nccl is not there: fabric.debug=true')")
         browser.value("document.querySelector('dialog button').click()")
         browser.value("document.querySelector('#rank').value = 1")
         browser.value("document.querySelector('#nccl').click()")
-        browser.until(f"{shown} == 'NET/IB\\n'")
+        browser.wait_until(f"{shown} == 'NET/IB\\n'")
         assert [error for error in browser.errors if "404" not in error] == []
 
 
@@ -214,15 +218,15 @@ def test_the_page_of_a_sweep_gets_one_curve_of_each_trial_and_then_what_is_new(
                 pass
             assert list(json.loads(line[6:])["trials"]) == ["1"]
         browser.open(link)
-        browser.until("document.body.dataset.drawn == 3")
+        browser.wait_until("document.body.dataset.drawn == 3")
         assert browser.value("document.querySelector('#metric').value") == "loss"
         assert browser.value("Object.keys(raydist.curves)") == ["loss"]
         browser.value("document.querySelector('#metric').value = 'accuracy'")
         browser.value("document.querySelector('#metric').dispatchEvent(new Event('change'))")
-        browser.until(f"{data}[0] == 101 && {data}.includes(.101)")
+        browser.wait_until(f"{data}[0] == 101 && {data}.includes(.101)")
         browser.new_tab("about:blank")
         report(events, 102)
         browser.show_tab(0)
-        browser.until(f"{data}[0] == 102 && {data}.includes(.102)")
+        browser.wait_until(f"{data}[0] == 102 && {data}.includes(.102)")
         assert browser.value("document.querySelector('#metric').value") == "accuracy"
         assert_only_local(browser)

@@ -18,7 +18,7 @@ from raydist.settings.config import Backend, Job
 from raydist.shared.errors import ConfigError
 from raydist.worker import backends, context
 from raydist.worker.backends import ddp
-from tests.ranks import Told, run_ranks
+from tests.ranks import RankResult, run_ranks, succeeded
 
 GLOO = Job(backend=Backend(name="gloo", timeout_s=30))
 
@@ -27,9 +27,8 @@ def comm() -> Any:
     return context.current().comm
 
 
-def fine(told: list[Told]) -> list[Any]:
-    assert [one.error for one in told] == [""] * len(told)
-    return [one.value for one in told]
+def values_of(results: list[RankResult]) -> list[Any]:
+    return [each.value for each in succeeded(results)]
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp", "file"])
@@ -47,7 +46,7 @@ def test_ranks_meet(tmp_path: Path, init_method: str) -> None:
     env = {"RAYDIST_RENDEZVOUS_FILE": str(tmp_path / "meet")} if init_method == "file" else {}
     kind = "FileStore" if init_method == "file" else "TCPStore"
     assert (
-        fine(run_ranks(3, replace(GLOO, init_method=init_method), total, tmp_path, env))
+        values_of(run_ranks(3, replace(GLOO, init_method=init_method), total, tmp_path, env))
         == [(6.0, 3, kind)] * 3
     )
 
@@ -58,7 +57,7 @@ def test_tcp_ranks_are_clients_of_the_store_that_is_held(tmp_path: Path) -> None
     def address(job: Job) -> Any:
         return ddp.init_arguments("tcp", 0, 2, os.environ)["init_method"], dist.get_world_size()
 
-    ((one, _), _) = fine(run_ranks(2, replace(GLOO, init_method="tcp"), address, tmp_path))
+    ((one, _), _) = values_of(run_ranks(2, replace(GLOO, init_method="tcp"), address, tmp_path))
     assert one.startswith("tcp://127.0.0.1:")
 
 
@@ -128,7 +127,7 @@ def test_sum_and_gather_leave_what_they_were_given(tmp_path: Path) -> None:
         bytes_of = torch.tensor([dist.get_rank(), 7], dtype=torch.uint8)
         return mine.tolist(), total.tolist(), [each.tolist() for each in comm().gather(bytes_of)]
 
-    one, two = fine(run_ranks(2, GLOO, both, tmp_path))
+    one, two = values_of(run_ranks(2, GLOO, both, tmp_path))
     assert one == ([1, 1], [3, 3], [[0, 7], [1, 7]])
     assert two == ([2, 2], [3, 3], [[0, 7], [1, 7]])
 
@@ -154,7 +153,7 @@ def test_gradients_are_averaged_and_none_travels_while_accumulating(tmp_path: Pa
         return float(model.weight.grad), quiet, collectives() - begin - quiet  # type: ignore[arg-type]
 
     # each rank adds up twice its input: the mean over ranks of (2, 4)
-    assert fine(run_ranks(2, GLOO, learn, tmp_path)) == [(3.0, 0, 1)] * 2
+    assert values_of(run_ranks(2, GLOO, learn, tmp_path)) == [(3.0, 0, 1)] * 2
 
 
 def test_settings_reach_ddp(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_settings_reach_ddp(tmp_path: Path) -> None:
 
     backend = Backend(name="gloo", bucket_mb=3, find_unused_parameters=True, static_graph=True)
     assert (
-        fine(run_ranks(2, Job(backend=backend), words, tmp_path))
+        values_of(run_ranks(2, Job(backend=backend), words, tmp_path))
         == [(True, 3 << 20, True, True)] * 2
     )
 
@@ -179,7 +178,7 @@ def test_a_model_without_trainable_parameters_is_not_wrapped(tmp_path: Path) -> 
     def wrap(job: Job) -> str:
         return type(comm().wrap(nn.ReLU())).__name__
 
-    assert fine(run_ranks(2, GLOO, wrap, tmp_path)) == ["ReLU", "ReLU"]
+    assert values_of(run_ranks(2, GLOO, wrap, tmp_path)) == ["ReLU", "ReLU"]
 
 
 def test_jobs_may_make_process_groups(tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_jobs_may_make_process_groups(tmp_path: Path) -> None:
         dist.all_reduce(value, group=pairs[dist.get_rank() // 2])
         return float(value)
 
-    assert fine(run_ranks(4, GLOO, grouped, tmp_path)) == [11, 11, 1100, 1100]
+    assert values_of(run_ranks(4, GLOO, grouped, tmp_path)) == [11, 11, 1100, 1100]
 
 
 @pytest.mark.gpu

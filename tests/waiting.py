@@ -1,0 +1,24 @@
+"""Waiting for a condition in a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(
+    condition: Callable[[], object],
+    what: str | Callable[[], str] = "the condition",
+    timeout: float = 30.0,
+) -> None:
+    """Return once the condition is true; fail if it is still false after `timeout` seconds.
+
+    `what` describes the condition in the failure; a function is called then.
+    """
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(
+                f"not within {timeout:g} s: {what if isinstance(what, str) else what()}"
+            )
+        time.sleep(0.02)
