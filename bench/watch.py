@@ -101,7 +101,7 @@ def seconds_to_draw(link: str) -> float:
     """From the click to the first drawn curves."""
     with Browser() as browser:
         browser.open(link)
-        browser.until(
+        browser.wait_until(
             "document.body.dataset.drawn > 0 && raydist.curves.loss.steps.at(-1) == 100000"
         )
         return float(browser.value("raydist.drawn")) / 1000

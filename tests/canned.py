@@ -22,7 +22,7 @@ from raydist.settings.config import Backend, Job, Scale
 from raydist.shared.errors import LaunchError, RaydistError, Stopped
 from raydist.shared.events import Event
 from raydist.shared.outcome import Attempt, End, Slow
-from raydist.tools import doctor_findings as found
+from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
 from tests import machines
@@ -51,12 +51,12 @@ def facts(root: Path, box: machines.Box, node: Node, gpus: Sequence[str] | None 
     """What that machine would tell of itself as this node; it is built below `root`."""
     if not (own := root / node.host).exists():
         machines.build(own, box)
-    told = probe.read_facts(node.ip, None, gpus, own)
-    limits = replace(told.limits, shm=2**34)
+    node_facts = probe.read_facts(node.ip, None, gpus, own)
+    limits = replace(node_facts.limits, shm=2**34)
     return replace(
-        told,
+        node_facts,
         hostname=node.host,
-        cpus=told.cpus if box.cpus else 16,
+        cpus=node_facts.cpus if box.cpus else 16,
         python="3.11.7",
         versions=VERSIONS,
         limits=limits,
@@ -116,14 +116,14 @@ def steps(first: int, last: int, t: float) -> Iterator[Event]:
 
 def again(t: float, end: End, step: int) -> list[Event]:
     """A restart after that failure, with a step done again, in 2 seconds."""
-    told = policy.Retry((Attempt(ends=[end]),)).as_event(
+    retry = policy.Retry((Attempt(ends=[end]),)).as_event(
         Job(restart=replace(Job().restart, max=3)).restart
     )
     there, moved = slots(3, 1), [end.rank] if end.how == "lost" else []
     for rank in moved:
         there[rank] |= {"host": "node-4", "ip": "10.0.0.4", "node": "id-4"}
     return [
-        at(t, "restart", **told),
+        at(t, "restart", **retry),
         at(t + 0.5, "placed", number=1, moved=moved, slots=there),
         *[at(t + 1, "began", rank=rank, host="h", pid=8) for rank in range(3)],
         *[at(t + 1.5, "joined", rank=rank, pid=8) for rank in range(3)],
@@ -137,9 +137,11 @@ def over(
     events: list[Event], t: float, error: RaydistError | None = None, why: str = "", *ends: End
 ) -> list[Event]:
     """The events with the result that they add up to."""
-    told = ends or tuple(End(rank, f"node-{rank + 1}", "finished", t, 60) for rank in range(3))
-    tried = Attempt(ends=told, failure=blame.failure_text(told), error=error, why_last=why)
-    done = make_result(Path(FOLDER), tried, fold_figures(events), t)
+    all_ends = ends or tuple(End(rank, f"node-{rank + 1}", "finished", t, 60) for rank in range(3))
+    attempt = Attempt(
+        ends=all_ends, failure=blame.failure_text(all_ends), error=error, why_last=why
+    )
+    done = make_result(Path(FOLDER), attempt, fold_figures(events), t)
     return [*events, at(t, "result", **done.to_json())]
 
 
@@ -292,10 +294,10 @@ def hang() -> Event:
 
 def broken(first: End, *others: End) -> list[Event]:
     """The ranks have ended because of `first`."""
-    told = blame.failure_facts(first, [first, *others])
+    cause = blame.failure_facts(first, [first, *others])
     return [
         at(18.4, "stop", cause="failure", reason="a rank failed"),
-        at(18.6, "failure", **told, attempt=0),
+        at(18.6, "failure", **cause, attempt=0),
     ]
 
 
@@ -316,7 +318,7 @@ def healthy() -> Report:
     report = Report(
         [Host("node-1", "10.0.0.1", "eth0")], "2 ranks on 1 node, backend gloo, over eth0"
     )
-    for check in found.CHECKS:
+    for check in doctor_findings.CHECKS:
         report.passed(check)
     return report
 
@@ -334,33 +336,39 @@ def sick() -> Report:
     report.measured(trips := calls(len(hosts)), 1.25)
     same = {"python": "3.11.7", **VERSIONS}
     other, none = {**same, "python": "3.11.2", "torch": "2.14.0"}, {"python": "3.11.7"}
-    tried: list[dict[str, Any]] = [
+    trials: list[dict[str, Any]] = [
         {
             "gloo": {"error": "Unable to find address for: eth0"},
             "nccl": {"addresses": ["127.0.0.1"]},
         },
         {"gloo": {"addresses": ["10.9.0.1"], "interface": "ib0"}},
     ]
-    told = [
-        *found.check_answers("listen", {"no answer within 60 s": ["node-6"]}),
-        *found.check_rendezvous(hosts, ["", "", "", "no answer within 3 s", "", None], 40123),
-        *found.check_peers(hosts, trips),
-        *found.check_latency(hosts, trips),
-        *found.check_clocks(hosts, trips),
-        *found.check_loaded_libraries(hosts[:2], tried),
-        *found.check_imports(
+    findings = [
+        *doctor_findings.check_answers("listen", {"no answer within 60 s": ["node-6"]}),
+        *doctor_findings.check_rendezvous(
+            hosts, ["", "", "", "no answer within 3 s", "", None], 40123
+        ),
+        *doctor_findings.check_peers(hosts, trips),
+        *doctor_findings.check_latency(hosts, trips),
+        *doctor_findings.check_clocks(hosts, trips),
+        *doctor_findings.check_loaded_libraries(hosts[:2], trials),
+        *doctor_findings.check_imports(
             hosts,
             [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}],
             {"timm": ["timm"]},
         ),
-        *found.check_shm(hosts, ["No space left on device", "", "", "", "", None]),
-        *found.check_run_folder(hosts, [True, False, True, True, True, None], "/data/runs"),
-        *found.check_hostnames(hosts, [["127.0.1.1"], [], ["10.0.0.3"], None, None, None]),
-        *found.check_lookups(hosts, [10.0, 10.02, 0.01, 1.01, 0.0, None]),
-        *found.compare_versions(hosts, [same, same, other, same, same, none]),
+        *doctor_findings.check_shm(hosts, ["No space left on device", "", "", "", "", None]),
+        *doctor_findings.check_run_folder(
+            hosts, [True, False, True, True, True, None], "/data/runs"
+        ),
+        *doctor_findings.check_hostnames(
+            hosts, [["127.0.1.1"], [], ["10.0.0.3"], None, None, None]
+        ),
+        *doctor_findings.check_lookups(hosts, [10.0, 10.02, 0.01, 1.01, 0.0, None]),
+        *doctor_findings.compare_versions(hosts, [same, same, other, same, same, none]),
     ]
-    for check in found.CHECKS:
-        report.add(check, *(finding for finding in told if finding.check == check))
+    for check in doctor_findings.CHECKS:
+        report.add(check, *(finding for finding in findings if finding.check == check))
     return report
 
 
@@ -384,13 +392,13 @@ def ill(root: Path) -> Report:
     """What the machines tell of themselves, where much is wrong."""
     there, job = nodes(2, gpus=8), Job(backend=Backend("nccl"), scale=Scale(nodes=2, per_node=1))
     plan = placement.assign_ranks(placement.resources_for(job, there), there)
-    told = [
+    facts_of_nodes = [
         facts(root, box, node)
         for node, box in zip(there, (worn(), machines.efa_box()), strict=True)
     ]
-    told[1] = replace(
-        told[1],
-        limits=replace(told[1].limits, shm=2**26, nofile=1024),
+    facts_of_nodes[1] = replace(
+        facts_of_nodes[1],
+        limits=replace(facts_of_nodes[1].limits, shm=2**26, nofile=1024),
         versions={"torch": "2.14.0"},
     )
     report = Report(
@@ -398,7 +406,7 @@ def ill(root: Path) -> Report:
         "2 ranks on 2 nodes, backend nccl",
         gpus=True,
     )
-    for finding in checks_node.findings(job, plan, told):
+    for finding in checks_node.findings(job, plan, facts_of_nodes):
         report.add(finding.check, finding)
     return report
 

@@ -39,13 +39,13 @@ def words(line: str) -> tuple[str, ...]:
     """
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
-    found = []
+    result = []
     for word in lexer:
         if set(word) <= set("|&;<>"):
             break
-        found.append(word)
-    found = [word for word in found if word not in ("…", "[RUN]")]
-    if found[0] == "raydist":
-        command, rest = cli.select(found[1:])
-        found = ["python", "-m", f"raydist.{command.module}", *rest]
-    return tuple(found)
+        result.append(word)
+    result = [word for word in result if word not in ("…", "[RUN]")]
+    if result[0] == "raydist":
+        command, rest = cli.select(result[1:])
+        result = ["python", "-m", f"raydist.{command.module}", *rest]
+    return tuple(result)

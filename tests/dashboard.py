@@ -32,7 +32,7 @@ class Dashboard:
     """Between two blocks: a slow connection."""
     cuts: dict[str, int] = field(default_factory=dict)
     """By `file` or `stream` and the name: the bytes after which the connection breaks, once."""
-    asked: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
     """Requests, by `file` or `stream` and the name, as in "stream logs/rank-0.log"."""
     streams: Counter[str] = field(default_factory=Counter)
     """The open streams, by name."""
@@ -90,7 +90,7 @@ class Dashboard:
         request.wfile.write(body)
 
     def _log(self, request: BaseHTTPRequestHandler, kind: str, name: str) -> None:
-        self.asked[f"{kind} {name}"] += 1
+        self.requests[f"{kind} {name}"] += 1
         path = self.folder / name
         if not path.is_file():
             request.send_error(500, "A file is not found")

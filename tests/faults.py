@@ -152,8 +152,8 @@ def custom_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, f
 
     suffer(*struck)
     weight, begin = torch.zeros(1), 0
-    if (found := checkpoint.latest()) is not None:
-        weight, begin = found.state["weight"], found.step
+    if (latest := checkpoint.latest()) is not None:
+        weight, begin = latest.state["weight"], latest.step
     for step in range(begin + 1, steps + 1):
         total = torch.ones(1) * step
         torch.distributed.all_reduce(total)

@@ -105,25 +105,32 @@ def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
 def build(folder: Path) -> list[dict[str, Any]]:
     """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components,
     then its patches."""
-    made: list[dict[str, Any]] = []
-    _add(folder, made)
-    return made
+    resources: list[dict[str, Any]] = []
+    _add(folder, resources)
+    return resources
 
 
-def _add(folder: Path, made: list[dict[str, Any]]) -> None:
+def _add(folder: Path, resources: list[dict[str, Any]]) -> None:
     """Add the resources of a folder to those that are there, and change all as it says."""
-    told = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    assert set(told) <= {"apiVersion", "kind", "resources", "components", "patches", "images"}, told
-    for name in told.get("resources", ()):
-        made += _load((folder / name).resolve())
-    for name in told.get("components", ()):
+    settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert set(settings) <= {
+        "apiVersion",
+        "kind",
+        "resources",
+        "components",
+        "patches",
+        "images",
+    }, settings
+    for name in settings.get("resources", ()):
+        resources += _load((folder / name).resolve())
+    for name in settings.get("components", ()):
         part = (folder / name).resolve()
         assert yaml.safe_load((part / "kustomization.yaml").read_text())["kind"] == "Component", (
             part
         )
-        _add(part, made)
-    for patch in told.get("patches", ()):
-        for resource in made:
+        _add(part, resources)
+    for patch in settings.get("patches", ()):
+        for resource in resources:
             if resource["kind"] == patch["target"]["kind"]:
                 for step in yaml.safe_load(patch["patch"]):
                     apply(resource, **step)

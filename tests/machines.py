@@ -152,11 +152,11 @@ Max locked memory         unlimited            unlimited            bytes"""
 def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
     device = root / "sys/devices" / card.pci
     own = device / "infiniband" / card.name
-    said = {
+    values = {
         "numa_node": str(card.numa), "vendor": card.vendor, "current_link_width": str(card.width[0]),
         "max_link_width": str(card.width[1]), "current_link_speed": card.speed[0], "max_link_speed": card.speed[1],
     }  # fmt: skip
-    for name, text in said.items():
+    for name, text in values.items():
         write(device / name, text)
     if card.virtual:
         link(device / "physfn", root / "sys/devices/pci0000:00")
@@ -181,9 +181,9 @@ def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
 
 
 def write_port(own: Path, port: Link) -> None:
-    said = {"state": port.state, "phys_state": port.phys, "rate": port.rate, "link_layer": port.layer,
+    values = {"state": port.state, "phys_state": port.phys, "rate": port.rate, "link_layer": port.layer,
             "sm_lid": hex(port.sm_lid)}  # fmt: skip
-    for name, text in said.items():
+    for name, text in values.items():
         write(own / name, text)
     for i in range(32):
         gid, kind, netdev = port.gids.get(i, ("0000:" * 7 + "0000", "", ""))
@@ -237,12 +237,12 @@ def write_cpus(root: Path, has: Processors) -> None:
                 (3, "Unified", first, has.complex),
             ]
             for index, (level, kind, start, size) in enumerate(levels):
-                said = {
+                values = {
                     "level": str(level),
                     "type": kind,
                     "shared_cpu_list": cpus(range(start, start + size)),
                 }
-                for name, text in said.items():
+                for name, text in values.items():
                     write(own / f"cache/index{index}/{name}", text)
 
 
@@ -250,13 +250,13 @@ def write_wires(root: Path, wires: tuple[Wire, ...]) -> None:
     lines = ["Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT"]
     for wire in wires:
         own = root / "sys/class/net" / wire.name
-        said = {
+        values = {
             "operstate": wire.state,
             "mtu": str(wire.mtu),
             "type": str(wire.kind),
             "speed": str(wire.speed),
         }
-        for name, text in said.items():
+        for name, text in values.items():
             write(own / name, text)
         if wire.mode:
             write(own / "mode", wire.mode)

@@ -51,8 +51,8 @@ class Store:
 
 @contextmanager
 def store() -> Iterator[Store]:
-    made = Store()
+    server = Store()
     try:
-        yield made
+        yield server
     finally:
-        made.stop()
+        server.stop()

@@ -66,9 +66,9 @@ def source(module: str) -> ast.Module:
 def definition(module: str, name: str) -> Node:
     """A class or function of a module, or of the module from which it imports it; of overloads the
     last."""
-    found = [node for node in source(module).body if isinstance(node, Node) and node.name == name]
-    if found:
-        return found[-1]
+    nodes = [node for node in source(module).body if isinstance(node, Node) and node.name == name]
+    if nodes:
+        return nodes[-1]
     (origin,) = [
         node.module
         for node in source(module).body
@@ -80,24 +80,28 @@ def definition(module: str, name: str) -> Node:
 
 def text(node: Node | ast.Module) -> str:
     """Its docstring; of a module without the side at the end of the first line."""
-    found = ast.get_docstring(node)
-    assert found, f"{getattr(node, 'name', node)} has no docstring"
+    docstring = ast.get_docstring(node)
+    assert docstring, f"{getattr(node, 'name', node)} has no docstring"
     return re.sub(
-        r" \((rank side|either side|driver|pure|actor)\)$", "", found, count=1, flags=re.MULTILINE
+        r" \((rank side|either side|driver|pure|actor)\)$",
+        "",
+        docstring,
+        count=1,
+        flags=re.MULTILINE,
     )
 
 
 def signature(name: str, node: Node) -> str:
     """As in the source, on one line, or with an argument to a line."""
     if isinstance(node, ast.ClassDef):
-        made = [
+        arguments = [
             part
             for part in node.body
             if isinstance(part, ast.FunctionDef) and part.name == "__init__"
         ]
-        if not made or any(ast.unparse(base).endswith("Error") for base in node.bases):
+        if not arguments or any(ast.unparse(base).endswith("Error") for base in node.bases):
             return f"class {name}"
-        function = made[0]
+        function = arguments[0]
     else:
         function = node
     own = [part for part in _arguments(function.args) if part != "self"]
@@ -127,18 +131,18 @@ def _arguments(all_of: ast.arguments) -> Iterator[str]:
 
 
 def _argument(one: ast.arg, default: ast.expr | None = None) -> str:
-    typed = f"{one.arg}: {ast.unparse(one.annotation)}" if one.annotation else one.arg
-    return typed if default is None else f"{typed} = {ast.unparse(default)}"
+    text = f"{one.arg}: {ast.unparse(one.annotation)}" if one.annotation else one.arg
+    return text if default is None else f"{text} = {ast.unparse(default)}"
 
 
 def fields(node: ast.ClassDef) -> Iterator[str]:
     """The public fields and properties of a class, each with its own text."""
     for part, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-            told = after.value if isinstance(after, ast.Expr) else None
+            docstring = after.value if isinstance(after, ast.Expr) else None
             doc = (
-                inspect.cleandoc(told.value)
-                if isinstance(told, ast.Constant) and isinstance(told.value, str)
+                inspect.cleandoc(docstring.value)
+                if isinstance(docstring, ast.Constant) and isinstance(docstring.value, str)
                 else ""
             )
             yield _field(part.target.id, ast.unparse(part.annotation), doc)
@@ -209,9 +213,9 @@ def test_every_public_name_is_on_it() -> None:
 
 @pytest.mark.parametrize(("module", "names"), MEMBERS.items())
 def test_members_are_those_of_the_module(module: str, names: tuple[str, ...]) -> None:
-    found = getattr(raydist, module)
-    assert all(hasattr(found, name) for name in names)
-    assert set(getattr(found, "__all__", names)) == set(names)
+    value = getattr(raydist, module)
+    assert all(hasattr(value, name) for name in names)
+    assert set(getattr(value, "__all__", names)) == set(names)
 
 
 @pytest.mark.parametrize("name", ["run", "fit", "main", "report", "process_set", "accuracy"])

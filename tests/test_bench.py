@@ -46,9 +46,9 @@ def test_the_trainings_of_the_gpu_tests_have_room_and_reach_their_faults(
         [f"job={ROOT}/tests/faults.py:training", *test_gpu.words_of_training(*words, gpus=gpus)]
     )
     have = {"CPU": float(CPUS), "GPU": float(gpus)}
-    asked = placement.resources_for(job, [Node("id", "10.0.0.1", "node", have, have)])
-    assert asked.world_size == (1 if words else gpus)
-    per_epoch = faults.SAMPLES // (job.data.batch_size * asked.world_size)
+    request = placement.resources_for(job, [Node("id", "10.0.0.1", "node", have, have)])
+    assert request.world_size == (1 if words else gpus)
+    per_epoch = faults.SAMPLES // (job.data.batch_size * request.world_size)
     assert per_epoch * job.train.epochs > test_gpu.STRUCK
 
 

@@ -18,7 +18,7 @@ SCRIPT = "import sys; from raydist.cli import entry_point; sys.argv[0] = 'raydis
 itself."""
 
 
-def typed(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_command(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """`raydist WORDS` in a folder, as a person types it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **variables}
     return subprocess.run(
@@ -35,9 +35,9 @@ def typed(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProce
 def test_the_manual_is_one_screen_and_names_every_command(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    shown = typed(*words, cwd=tmp_path)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    lines = shown.stdout.splitlines()
+    result = run_command(*words, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
     assert len(lines) <= 25
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[4 : 4 + len(cli.COMMANDS)]] == [
@@ -50,19 +50,19 @@ def test_the_manual_needs_neither_ray_nor_torch_nor_hydra(tmp_path: Path) -> Non
         "import sys; from raydist import cli; sys.argv = ['raydist']; cli.main(); "
         "print('LOADED', *sys.modules)"
     )
-    shown = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert not {"ray", "torch", "hydra", "omegaconf"} & {
-        *shown.stdout.rpartition("LOADED")[2].split()
+        *result.stdout.rpartition("LOADED")[2].split()
     }
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
 def test_each_command_shows_its_own_help(command: cli.Command, tmp_path: Path) -> None:
-    shown = typed(command.name, "--help", cwd=tmp_path)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert f"raydist {command.name}" in shown.stdout
+    result = run_command(command.name, "--help", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"raydist {command.name}" in result.stdout
 
 
 def test_every_tool_is_a_command() -> None:
@@ -81,18 +81,18 @@ def test_it_is_the_command_that_is_installed() -> None:
 def test_train_with_and_without_its_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def job(config): ...\n")
     words = ("job=mine:job", "--cfg", "job")
-    named, unnamed = typed("train", *words, cwd=tmp_path), typed(*words, cwd=tmp_path)
+    named, unnamed = run_command("train", *words, cwd=tmp_path), run_command(*words, cwd=tmp_path)
     assert named.returncode == 0, named.stderr
     assert "target: mine:job" in named.stdout  # the folder it is typed in is searched
     assert named.stdout == unnamed.stdout
-    assert typed("--version", cwd=tmp_path).stdout == f"raydist {raydist.__version__}\n"
+    assert run_command("--version", cwd=tmp_path).stdout == f"raydist {raydist.__version__}\n"
 
 
 def test_a_program_alone_runs(tmp_path: Path) -> None:
     (tmp_path / "hello.py").write_text(
         "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
     )
-    done = typed("launch", "--nproc-per-node", "3", "hello.py", cwd=tmp_path, RAY_ADDRESS="")
+    done = run_command("launch", "--nproc-per-node", "3", "hello.py", cwd=tmp_path, RAY_ADDRESS="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} of 3" in done.stdout for rank in range(3)), done.stdout
 
@@ -102,7 +102,7 @@ def test_a_program_alone_runs(tmp_path: Path) -> None:
     [(("dcotor",), "doctor"), (("trian", "scale=2x8"), "train"), (("train", "scal=2"), "scale=2")],
 )
 def test_a_mistake_is_refused(words: tuple[str, ...], suggestion: str, tmp_path: Path) -> None:
-    done = typed(*words, cwd=tmp_path)
+    done = run_command(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(
@@ -123,5 +123,5 @@ def test_a_mistake_is_refused(words: tuple[str, ...], suggestion: str, tmp_path:
     ],
 )
 def test_the_shell_completes_it(line: str, offered: list[str], tmp_path: Path) -> None:
-    done = typed("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line)
+    done = run_command("-sc", "query=bash", cwd=tmp_path, COMP_LINE=line)
     assert (done.returncode, done.stdout.split()) == (0, offered), done.stderr

@@ -58,7 +58,7 @@ COMMANDS: dict[str, Main] = {
 
 def settings(here: Path) -> str:
     """`raydist train --help`; how many models torchvision has is torchvision's business."""
-    return re.sub(r"\d+ image models", "N image models", said("train --help"))
+    return re.sub(r"\d+ image models", "N image models", output_of("train --help"))
 
 
 def tools(here: Path) -> str:
@@ -73,7 +73,7 @@ def tools(here: Path) -> str:
         "warm --ned",
     ]
     with patch.dict(os.environ, COLUMNS="999"):
-        text = "\n".join(said(line) for line in lines)
+        text = "\n".join(output_of(line) for line in lines)
     text = re.sub(r"\n {20,}", "  ", text)
     text = re.sub(r"(?m)^( +-[\w-]+) \S+(, --)", r"\1\2", text)
     text = re.sub(r"(?m)^(  --[\w-]+) …(, --)", r"\1\2", text)
@@ -96,11 +96,13 @@ def plans(here: Path) -> str:
     ):  # columns are as wide as what is in them
         return "\n".join(
             [
-                said("plan scale=1x2", here, own, box=machines.plain_box(), running=None),
-                said("plan scale=2x8 backend=nccl env.WANDB_API_KEY=hush", here, many, box=numa),
-                said("plan scale=2x2 scale.spares=1", here, canned.nodes(3, gpus=2)),
-                said("plan scale=2x2 backend=gloo scale.gpus=4", here, busy),
-                said("plan scale=20x4 init_method=file", here, own, types),
+                output_of("plan scale=1x2", here, own, box=machines.plain_box(), running=None),
+                output_of(
+                    "plan scale=2x8 backend=nccl env.WANDB_API_KEY=hush", here, many, box=numa
+                ),
+                output_of("plan scale=2x2 scale.spares=1", here, canned.nodes(3, gpus=2)),
+                output_of("plan scale=2x2 backend=gloo scale.gpus=4", here, busy),
+                output_of("plan scale=20x4 init_method=file", here, own, types),
             ]
         )
 
@@ -108,11 +110,11 @@ def plans(here: Path) -> str:
 def reports(here: Path) -> str:
     """What the doctor says of the healthy and of the ill."""
     with patch.object(probe, "interfaces", lambda: canned.INTERFACES):
-        made = [canned.healthy(), canned.unplaced(), canned.sick(), canned.ill(here)]
+        doctor_reports = [canned.healthy(), canned.unplaced(), canned.sick(), canned.ill(here)]
     texts = []
-    for report in made:
+    for report in doctor_reports:
         with patch.object(doctor, "examine_cluster", lambda job, timeout, report=report: report):
-            texts.append(said("doctor"))
+            texts.append(output_of("doctor"))
     return "\n".join(texts)
 
 
@@ -128,17 +130,17 @@ def console(here: Path) -> str:
 def screen(events: Sequence[dict[str, object]], settings: Watch) -> str:
     stream = io.StringIO()
     failures = Failures()
-    with Console(settings, stream, failures) as shown:
+    with Console(settings, stream, failures) as console:
         for happened in events:
             failures.add(happened)
-            shown(happened)
+            console(happened)
     return stream.getvalue()
 
 
 def sweeps(here: Path) -> str:
     """A sweep's lines, its table in a terminal of 80 columns, and its summary, with one objective
     and with two."""
-    made = {
+    files = {
         "finished": 0.31,
         "paused": 0.62,
         "failed": 1.5,
@@ -151,7 +153,7 @@ def sweeps(here: Path) -> str:
             0, {"optim.lr": "0.03215846508121117", "job.args.a_setting_with_a_long_name": "false"}
         )
     ]
-    for number, (state, loss) in enumerate(made.items(), 1):
+    for number, (state, loss) in enumerate(files.items(), 1):
         values = {"test_loss": loss, "accuracy": 1 - loss / 2}
         why = "rank 1 failed at step 12: ValueError" if state == "failed" else ""
         settings = {
@@ -163,9 +165,9 @@ def sweeps(here: Path) -> str:
     text = []
     for wanted in (objectives("min:test_loss"), objectives("min:test_loss,max:accuracy")):
         stream, (live := WatchedTrial(wanted)).metrics["steps"] = io.StringIO(), 96
-        shown = SweepScreen(Watch(progress="lines"), wanted, stream)
+        sweep_screen = SweepScreen(Watch(progress="lines"), wanted, stream)
         for trial in trials[:4]:
-            shown.changed(trial, trials)
+            sweep_screen.changed(trial, trials)
         text += [stream.getvalue(), *wording.table([*table_rows(trials, {6: live}, wanted)], 80)]
         stream.truncate(0)
         facts = summary_facts(
@@ -175,7 +177,7 @@ def sweeps(here: Path) -> str:
             "runs/a_sweep",
             lambda trial: f"(trial {trial.number})",
         )
-        shown.summary(facts, sweep_headline(trials, 35.2, "stopped"), good=False)
+        sweep_screen.summary(facts, sweep_headline(trials, 35.2, "stopped"), good=False)
         text.append(stream.getvalue().lstrip("\0"))
     return "\n".join(text)
 
@@ -200,7 +202,7 @@ def refusals(here: Path) -> str:
     wrong_files(here)
     many = canned.nodes(2, gpus=8)
     text = "\n".join(
-        said(line, here, many if line.startswith(("plan", "sweep")) else ())
+        output_of(line, here, many if line.startswith(("plan", "sweep")) else ())
         for line in REFUSED.strip().splitlines()
     )
     for objective in ("min:los", "max:bleu"):  # what a sweep says once its first trial has finished
@@ -343,7 +345,7 @@ SURFACES: dict[str, Callable[[Path], str]] = {
 }
 
 
-def said(
+def output_of(
     line: str,
     here: Path = Path(),
     nodes: Sequence[Node] = (),
@@ -354,17 +356,17 @@ def said(
     """A command line, and what is printed for it: on a cluster of these nodes, each such a box, if
     that is known."""
     name, *words = shlex.split(line)
-    shown = io.StringIO()
+    output = io.StringIO()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(shown))
-        stack.enter_context(contextlib.redirect_stderr(shown))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(output))
         stack.enter_context(pictured(here, nodes, types, box, running))
         try:
             code = COMMANDS[name](words)
         except SystemExit as ended:  # argparse's own
             code = int(ended.code or 0)
     prompt = f"raydist {line}"
-    return f"$ {prompt}\n{shown.getvalue()}" + (f"-> {code}\n" if code else "")
+    return f"$ {prompt}\n{output.getvalue()}" + (f"-> {code}\n" if code else "")
 
 
 @contextlib.contextmanager
@@ -408,8 +410,8 @@ def alone() -> Iterator[Path]:
         if name in os.environ
     }
     before = os.getcwd()
-    with tempfile.TemporaryDirectory(prefix="golden-") as made:
-        here = Path(made).resolve()
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+        here = Path(folder).resolve()
         env = {
             **kept,
             "HOME": str(here),

@@ -60,8 +60,8 @@ ROOTS_WAYS = {
 
 def folders(screen: str) -> list[Path]:
     """Those of other sessions than this one."""
-    found = {Path(name) for name in re.findall(rf"/tmp/{PREFIX}\w+", screen)}
-    return [folder for folder in found if str(folder) != tempfile.gettempdir()]
+    names = {Path(name) for name in re.findall(rf"/tmp/{PREFIX}\w+", screen)}
+    return [folder for folder in names if str(folder) != tempfile.gettempdir()]
 
 
 def session(folder: Path, *words: str, **bodies: str) -> tuple[int, str]:
@@ -97,8 +97,8 @@ def test_what_a_test_leaves_fails_the_session_names_the_test_and_is_removed(
     )
     assert code == 1
     assert f"{len(ways) + 2} passed, 1 error" in screen
-    for name, (_, told) in ways.items():
-        what = told.replace("FOLDER", f"/tmp/{PREFIX}[^/]+")
+    for name, (_, pattern) in ways.items():
+        what = pattern.replace("FOLDER", f"/tmp/{PREFIX}[^/]+")
         assert re.search(
             rf"^ +{what}, first seen after .*test_it.py::test_{name}$", screen, re.MULTILINE
         ), screen
@@ -166,7 +166,7 @@ def long_ago(folder: Path) -> None:
 def test_what_a_killed_session_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
     killed, living = (Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")) for _ in range(2))
     lock = leftovers._lock(living)
-    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": str(killed)}) as left:
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": str(killed)}) as sleeper:
         while not leftovers.processes_of(
             str(killed)
         ):  # Popen returns before the kernel shows the environment
@@ -174,7 +174,7 @@ def test_what_a_killed_session_left_is_removed_and_a_living_ones_is_not(tmp_path
         long_ago(killed)
         long_ago(living)
         leftovers.sweep()
-        assert left.wait(10) == -signal.SIGKILL
+        assert sleeper.wait(10) == -signal.SIGKILL
     assert not killed.exists()
     assert living.exists()
     assert lock is not None

@@ -30,14 +30,14 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 def slugs(headings: list[str]) -> set[str]:
     """The anchors that GitHub makes of headings: lower case, no punctuation, hyphens; -1, -2 for a
     repeated one."""
-    seen: Counter[str] = Counter()
-    found = set()
+    counts: Counter[str] = Counter()
+    result = set()
     for heading in headings:
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
-        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
-        seen[slug] += 1
-    return found
+        result.add(f"{slug}-{counts[slug]}" if counts[slug] else slug)
+        counts[slug] += 1
+    return result
 
 
 @cache
@@ -86,11 +86,11 @@ def code(text: str) -> str:
 
 def called(text: str) -> set[str]:
     """The names of raydist that code on a page calls, imports, or names as a class."""
-    found = {match.rstrip("(") for match in re.findall(r"\braydist\.[\w.]+\(", code(text))}
-    found |= set(re.findall(r"\braydist\.[A-Z]\w*", code(text)))
+    mentioned = {match.rstrip("(") for match in re.findall(r"\braydist\.[\w.]+\(", code(text))}
+    mentioned |= set(re.findall(r"\braydist\.[A-Z]\w*", code(text)))
     for module, names in re.findall(r"from (raydist[\w.]*) import ([\w, ]+)", code(text)):
-        found |= {f"{module}.{name.strip()}" for name in names.split(",")}
-    return found
+        mentioned |= {f"{module}.{name.strip()}" for name in names.split(",")}
+    return mentioned
 
 
 def is_public(name: str) -> bool:
@@ -98,8 +98,8 @@ def is_public(name: str) -> bool:
     first, *rest = name.split(".")[1:]
     if first not in raydist.__all__:
         return False
-    found = getattr(raydist, first)
-    return not rest or (len(rest) == 1 and rest[0] in getattr(found, "__all__", dir(found)))
+    value = getattr(raydist, first)
+    return not rest or (len(rest) == 1 and rest[0] in getattr(value, "__all__", dir(value)))
 
 
 @named

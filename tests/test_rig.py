@@ -105,14 +105,14 @@ print(json.dumps({node["NodeManagerHostname"]: node["NodeManagerAddress"] for no
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with hosts(3) as made:
-        yield made
+    with hosts(3) as rig:
+        yield rig
 
 
 @pytest.fixture
 def pair() -> Iterator[Rig]:
-    with hosts(2) as made:
-        yield made
+    with hosts(2) as rig:
+        yield rig
 
 
 def program(host: Host, text: str, *words: str) -> subprocess.Popen[str]:
@@ -173,8 +173,10 @@ def test_each_host_has_its_own_name_and_addresses(rig: Rig) -> None:
     for number, host in enumerate(rig.hosts):
         assert host.run(["hostname"]).stdout == f"host{number}\n"
         listed = json.loads(host.run(["ip", "-json", "-4", "addr"]).stdout)
-        found = {nic["ifname"]: nic["addr_info"][0]["local"] for nic in listed if nic["addr_info"]}
-        assert found == {"lo": "127.0.0.1", **host.addresses, "docker0": "172.17.0.1"}
+        addresses = {
+            nic["ifname"]: nic["addr_info"][0]["local"] for nic in listed if nic["addr_info"]
+        }
+        assert addresses == {"lo": "127.0.0.1", **host.addresses, "docker0": "172.17.0.1"}
     assert len({host.address(nic) for host in rig.hosts for nic in ("eth0", "ib0")}) == 6
     assert socket.gethostname() not in {host.name for host in rig.hosts}
 
@@ -215,14 +217,14 @@ def test_files_are_seen_on_their_own_host_only(rig: Rig, path: str) -> None:
 def test_home_and_temporary_folders_are_the_hosts_own_and_hold_the_token(rig: Rig) -> None:
     tokens = set()
     for host in rig.hosts:
-        said = host.run(
+        output = host.run(
             [
                 "python",
                 "-c",
                 "import tempfile, pathlib; print(tempfile.gettempdir(), pathlib.Path.home())",
             ]
         )
-        assert [Path(path).parent for path in said.stdout.split()] == [host.folder, host.folder]
+        assert [Path(path).parent for path in output.stdout.split()] == [host.folder, host.folder]
         token = host.folder / "home/.ray/auth_token"
         assert token.stat().st_mode & 0o077 == 0
         tokens.add(token.read_text())
@@ -397,8 +399,8 @@ def all_reduce(rig: Rig, env: dict[str, str], limit: int) -> list[tuple[int | No
         )
         for rank, host in enumerate(rig.hosts)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+    output = [rank.communicate(timeout=120)[0] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, output, strict=True)]
 
 
 def test_gloo_without_an_interface_follows_the_hostname_to_loopback_and_fails(pair: Rig) -> None:
@@ -422,9 +424,11 @@ def test_gloo_uses_the_interface_it_is_told_and_the_bytes_prove_it(
 
 
 def alive(host: Host) -> dict[str, str]:
-    said = host.run(["python", "-c", NODES]).stdout.splitlines()[0]  # Ray's own warnings may follow
-    found: dict[str, str] = json.loads(said)
-    return found
+    output = host.run(["python", "-c", NODES]).stdout.splitlines()[
+        0
+    ]  # Ray's own warnings may follow
+    nodes: dict[str, str] = json.loads(output)
+    return nodes
 
 
 @pytest.mark.ray
@@ -576,8 +580,8 @@ def test_without_root_the_reason_to_skip_is_given() -> None:
         "import os; os.geteuid = lambda: 1000; from tests.rig import requires_root as r; "
         "print(r.args, r.kwargs)"
     )
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert said.stdout.startswith("(True,) ")
-    assert "run as root" in said.stdout
+    assert output.stdout.startswith("(True,) ")
+    assert "run as root" in output.stdout

@@ -50,12 +50,12 @@ TWICE = {
 @cache
 def modules() -> dict[str, Path]:
     """Every module by its name below `raydist.`; the package's own `__init__` is `raydist`."""
-    found = {}
+    result = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if parts[0] not in ("conf", "jobs"):
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "raydist"] = path
-    return found
+            result[".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "raydist"] = path
+    return result
 
 
 def package(name: str) -> str:
@@ -72,13 +72,13 @@ def imported(path: Path) -> list[tuple[str, bool]]:
         if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)
         for n in ast.walk(f)
     }
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in inside) for alias in node.names]
+            result += [(alias.name, id(node) in inside) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [(f"{node.module}.{alias.name}", id(node) in inside) for alias in node.names]
-    return found
+            result += [(f"{node.module}.{alias.name}", id(node) in inside) for alias in node.names]
+    return result
 
 
 def own(name: str) -> str | None:
@@ -94,7 +94,7 @@ def own(name: str) -> str | None:
 
 def needs(name: str) -> set[str]:
     """The modules of ours that a module imports, wherever in the file."""
-    return {found for target, _ in imported(modules()[name]) if (found := own(target))} - {name}
+    return {module for target, _ in imported(modules()[name]) if (module := own(target))} - {name}
 
 
 def cycle(graph: Mapping[str, set[str]]) -> list[str]:
@@ -134,9 +134,9 @@ def test_the_root_is_the_way_of_a_job() -> None:
 @pytest.mark.parametrize("name", modules())
 def test_imports_point_to_the_left_only(name: str) -> None:
     order = PACKAGES.split()
-    for found in needs(name):
-        assert order.index(package(found)) <= order.index(package(name)), (
-            f"raydist.{name} imports raydist.{found}"
+    for module in needs(name):
+        assert order.index(package(module)) <= order.index(package(name)), (
+            f"raydist.{name} imports raydist.{module}"
         )
 
 
@@ -144,8 +144,8 @@ def test_no_cycles() -> None:
     files = {name: needs(name) for name in modules()}
     assert cycle(files) == []
     packages: dict[str, set[str]] = defaultdict(set)
-    for name, found in files.items():
-        packages[package(name)] |= {package(each) for each in found} - {package(name)}
+    for name, needed in files.items():
+        packages[package(name)] |= {package(each) for each in needed} - {package(name)}
     assert cycle(packages) == []
 
 
@@ -291,8 +291,8 @@ def larger(module: str, node: ast.AST, inside: str = "") -> Iterator[tuple[str, 
 
 def test_classes_and_functions_keep_their_shape() -> None:
     files = {name: ast.parse(path.read_text()) for name, path in modules().items()}
-    found = dict(each for name, tree in files.items() for each in larger(name, tree))
-    assert found == LARGER
+    actual = dict(each for name, tree in files.items() for each in larger(name, tree))
+    assert actual == LARGER
 
 
 def test_no_line_is_packed_by_hand() -> None:

@@ -98,15 +98,15 @@ OFFERED = {"horovod", "ipython", "nvidia-ml-py", "pynvml"}
 
 def imported() -> set[str]:
     """The packages that raydist and its jobs import, outside the standard library."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path in [*ROOT.glob("raydist/**/*.py"), *ROOT.glob("jobs/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {each.name for each in node.names}
+                names |= {each.name for each in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module)
+                names.add(node.module)
     modules = (
-        {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"raydist"}
+        {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"raydist"}
     )
     packages = packages_distributions()
     return {canonicalize_name(packages.get(module, [module])[0]) for module in modules}
@@ -114,8 +114,8 @@ def imported() -> set[str]:
 
 def test_each_package_that_is_imported_is_asked_for() -> None:
     """Not through another one: Ray's next release may ask for other packages."""
-    asked = {canonicalize_name(each.name) for each in all_required()}
-    assert imported() - asked == OFFERED & imported()
+    required = {canonicalize_name(each.name) for each in all_required()}
+    assert imported() - required == OFFERED & imported()
     assert {"torch", "ray", "pyyaml"} <= imported()
 
 
@@ -125,14 +125,14 @@ def clone(tmp_path: Path) -> Path:
     return checkout(tmp_path / "clone")
 
 
-def checkout(made: Path) -> Path:
-    (made / "tests").mkdir(parents=True)
+def checkout(path: Path) -> Path:
+    (path / "tests").mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "tests/lowest.txt"):
-        shutil.copy(ROOT / name, made / name)
-    (made / "python").write_text(PYTHON)
-    (made / "python").chmod(0o755)
-    (made / "site.txt").write_text("torch<=2.14.1\n")
-    return made
+        shutil.copy(ROOT / name, path / name)
+    (path / "python").write_text(PYTHON)
+    (path / "python").chmod(0o755)
+    (path / "site.txt").write_text("torch<=2.14.1\n")
+    return path
 
 
 def make(clone: Path, *words: str) -> list[str]:
@@ -146,8 +146,8 @@ def make(clone: Path, *words: str) -> list[str]:
     subprocess.run(
         ["make", "PYTHON=./python", *words], cwd=clone, env=env, check=False, capture_output=True
     )
-    said = clone / "said"
-    return said.read_text().splitlines() if said.exists() else []
+    log = clone / "said"
+    return log.read_text().splitlines() if log.exists() else []
 
 
 PIP = "-m pip install --quiet --editable"
@@ -203,9 +203,9 @@ def test_an_install_that_ended_half_way_is_done_again_from_nothing(clone: Path, 
     (clone / "offline").touch()
     assert make(clone, "fast")[-2].startswith(PIP)
     (clone / "offline").unlink()
-    said = make(clone, "fast")
-    assert said[0] == "-m venv --clear .venv"
-    assert said[-1] == FAST
+    log = make(clone, "fast")
+    assert log[0] == "-m venv --clear .venv"
+    assert log[-1] == FAST
 
 
 EVERY_PYTHON = ["3.10", "3.11", "3.12", "3.13"]

@@ -51,13 +51,13 @@ def hparams(folder: str) -> dict[str, Any]:
 
     reader = EventAccumulator(folder)
     reader.Reload()
-    found = {}
+    contents = {}
     for name, content in reader.PluginTagToContent("hparams").items():
-        found[name.rpartition("/")[2]] = HParamsPluginData.FromString(content)
-    begin = found["session_start_info"].session_start_info.hparams
+        contents[name.rpartition("/")[2]] = HParamsPluginData.FromString(content)
+    begin = contents["session_start_info"].session_start_info.hparams
     differs = {name: value.number_value for name, value in begin.items()}
-    metrics = [each.name.tag for each in found["experiment"].experiment.metric_infos]
-    return {"differs": differs, "metrics": metrics, "ended": "session_end_info" in found}
+    metrics = [each.name.tag for each in contents["experiment"].experiment.metric_infos]
+    return {"differs": differs, "metrics": metrics, "ended": "session_end_info" in contents}
 
 
 def mlflow(run: str) -> dict[str, Any]:
@@ -65,32 +65,32 @@ def mlflow(run: str) -> dict[str, Any]:
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    found = client.get_run(run)
+    result = client.get_run(run)
     curves = {
         name: [[each.step, each.value] for each in client.get_metric_history(run, name)]
-        for name in found.data.metrics
+        for name in result.data.metrics
     }
     pages = [each.path for each in client.list_artifacts(run)]
-    runs = client.search_runs([found.info.experiment_id])
-    return {"curves": curves, "config": found.data.params, "pages": pages, "status": found.info.status,
-            "runs": len(runs), "tags": found.data.tags,
-            "culprit": found.data.tags.get("raydist.culprit", "")}  # fmt: skip
+    runs = client.search_runs([result.info.experiment_id])
+    return {"curves": curves, "config": result.data.params, "pages": pages, "status": result.info.status,
+            "runs": len(runs), "tags": result.data.tags,
+            "culprit": result.data.tags.get("raydist.culprit", "")}  # fmt: skip
 
 
 def trackio(project: str, run: str) -> dict[str, Any]:
     """By Trackio's own storage, of the database in TRACKIO_DIR."""
     import trackio
 
-    found = trackio.Api().runs(project)
+    runs = trackio.Api().runs(project)
     storage = sys.modules["trackio.sqlite_storage"].SQLiteStorage
     curves: dict[str, list[list[float]]] = {}
     for row in storage.get_logs(project, run):
         for name, value in row.items():
             if name not in ("step", "timestamp"):
                 curves.setdefault(name, []).append([row["step"], value])
-    alerts = found[0].alerts()
-    return {"curves": curves, "config": found[0].config, "pages": [each["title"] for each in alerts],
-            "runs": len(found), "group": found[0].config["_Group"], "status": [each["title"] for each in alerts][:1],
+    alerts = runs[0].alerts()
+    return {"curves": curves, "config": runs[0].config, "pages": [each["title"] for each in alerts],
+            "runs": len(runs), "group": runs[0].config["_Group"], "status": [each["title"] for each in alerts][:1],
             "system": [name for row in storage.get_system_logs(project, run) for name in row]}  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def wandb(folder: str) -> dict[str, Any]:
     from wandb.proto import wandb_internal_pb2
 
     curves: dict[str, list[list[float]]] = {}
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "curves": curves,
         "ids": [],
         "config": {},
@@ -119,9 +119,9 @@ def wandb(folder: str) -> dict[str, Any]:
             record.ParseFromString(raw)
             kind = record.WhichOneof("record_type")
             if kind == "run":
-                found["ids"].append(record.run.run_id)
-                found |= {"group": record.run.run_group, "notes": record.run.notes}
-                found["config"] |= {
+                result["ids"].append(record.run.run_id)
+                result |= {"group": record.run.run_group, "notes": record.run.notes}
+                result["config"] |= {
                     each.key: json.loads(each.value_json) for each in record.run.config.update
                 }
             elif kind == "history":
@@ -129,34 +129,34 @@ def wandb(folder: str) -> dict[str, Any]:
                     each.key or "/".join(each.nested_key): json.loads(each.value_json)
                     for each in record.history.item
                 }
-                found["system"] += [] if "step" in row else [*row]
+                result["system"] += [] if "step" in row else [*row]
                 for name in row.keys() - {"step"} if "step" in row else ():
                     curves.setdefault(name, []).append([row["step"], row[name]])
             elif kind == "files":
-                found["pages"] += [each.path for each in record.files.files]
+                result["pages"] += [each.path for each in record.files.files]
             elif kind == "summary":
                 new = {each.key or "/".join(each.nested_key): json.loads(each.value_json)
                        for each in record.summary.update}  # fmt: skip
-                found["culprit"] = new.get("raydist.culprit", found["culprit"])
+                result["culprit"] = new.get("raydist.culprit", result["culprit"])
             elif kind == "exit":
-                found["status"].append(record.exit.exit_code)
-    return found
+                result["status"].append(record.exit.exit_code)
+    return result
 
 
 def pieces(log: bytes) -> list[bytes]:
     """The records of such a file."""
-    found, at, begun = [], 7, b""
+    records, at, partial = [], 7, b""
     while at + 7 <= len(log):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack("<IHB", log[at : at + 7])
-        begun += log[at + 7 : at + 7 + length]
+        partial += log[at + 7 : at + 7 + length]
         if kind in (1, 4):  # full, last
-            found.append(begun)
-            begun = b""
+            records.append(partial)
+            partial = b""
         at += 7 + length
-    return found
+    return records
 
 
 def read(kind: str, *args: str, env: Mapping[str, str]) -> Any:

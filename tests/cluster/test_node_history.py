@@ -72,8 +72,8 @@ def test_what_is_a_nodes_fault(how: End, what: str) -> None:
 def test_each_node_is_blamed_for_its_own_ranks_once_of_a_kind() -> None:
     plan = assign_ranks(ask(3), [node(1), node(2), node(3)])
     slow = [Slow(2, "node-3", 2, 1, 4)] * 2
-    found = incidents("c:1", "/runs/a", plan, end("lost", "its node has died"), slow, NOW)
-    assert [(each.host, each.ip, each.what) for each in found] == [
+    new = incidents("c:1", "/runs/a", plan, end("lost", "its node has died"), slow, NOW)
+    assert [(each.host, each.ip, each.what) for each in new] == [
         ("node-3", "10.0.0.3", "slow"),
         ("node-2", "10.0.0.2", "lost"),
     ]
@@ -94,7 +94,7 @@ def test_once_is_no_reason_and_neither_is_another_cluster_or_long_ago() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "bad", "left_out"),
+    ("resources", "bad", "left_out"),
     [
         (ask(2), [3], [3]),
         (ask(3), [3], []),  # no room without it
@@ -105,10 +105,10 @@ def test_once_is_no_reason_and_neither_is_another_cluster_or_long_ago() -> None:
     ],
 )
 def test_nobody_waits_for_want_of_a_node_that_is_avoided(
-    asked: ResourceRequest, bad: list[int], left_out: list[int]
+    resources: ResourceRequest, bad: list[int], left_out: list[int]
 ) -> None:
     nodes = [node(number) for number in (1, 2, 3)]
-    assert avoidable(asked, nodes, [node(number).id for number in bad if number < 4]) == [
+    assert avoidable(resources, nodes, [node(number).id for number in bad if number < 4]) == [
         node(number).id for number in left_out if number < 4
     ]
     busy = [replace(nodes[0], free={"CPU": 0.0}), *nodes[1:]]
@@ -116,14 +116,14 @@ def test_nobody_waits_for_want_of_a_node_that_is_avoided(
 
 
 def test_its_words() -> None:
-    said = incident_text(
+    text = incident_text(
         node(7), [offence(7, "a"), offence(7, "b"), offence(7, "b", "slow")], avoided=True
     )
-    assert said.startswith(
+    assert text.startswith(
         "node-7 (10.0.0.7) is avoided: in the last 7 days it was lost in 2 runs, slow in 1 run, "
         "the last"
     )
-    assert "scale.avoid=false" in said
+    assert "scale.avoid=false" in text
 
 
 def test_the_file_keeps_what_is_new_and_not_too_much(tmp_path: Path) -> None:
@@ -226,13 +226,13 @@ def test_ray_places_the_ranks_elsewhere_where_it_can(
         [sys.executable, "-c", HOLD], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["bad"] not in told["two"]
-    assert told["two said"] == [[told["bad"], True]]
-    assert told["bad"] in told["three"]
-    assert told["three said"] == [[told["bad"], False]]
-    assert (len(told["ignored"]), told["ignored said"]) == (2, [])
-    assert told["free"] == [2.0, 2.0, 2.0]
+    output = json.loads(ended.stdout.splitlines()[-1])
+    assert output["bad"] not in output["two"]
+    assert output["two said"] == [[output["bad"], True]]
+    assert output["bad"] in output["three"]
+    assert output["three said"] == [[output["bad"], False]]
+    assert (len(output["ignored"]), output["ignored said"]) == (2, [])
+    assert output["free"] == [2.0, 2.0, 2.0]
 
 
 def test_it_lies_in_the_cache_of_the_person(

@@ -152,10 +152,10 @@ def test_what_is_asked_of_ray(
     strategy: str,
     bundles: list[dict[str, float]],
 ) -> None:
-    asked = placement.resources_for(asking, nodes)
-    assert (asked.backend, asked.world_size, asked.strategy) == (backend, world, strategy)
-    assert [dict(bundle) for bundle in asked.bundles] == bundles
-    assert asked.ranks_per_bundle * len(asked.bundles) == world
+    request = placement.resources_for(asking, nodes)
+    assert (request.backend, request.world_size, request.strategy) == (backend, world, strategy)
+    assert [dict(bundle) for bundle in request.bundles] == bundles
+    assert request.ranks_per_bundle * len(request.bundles) == world
 
 
 def test_other_resources_and_labels_travel_along() -> None:
@@ -163,12 +163,12 @@ def test_other_resources_and_labels_travel_along() -> None:
         node(1, resources={"highmem": 2.0}, labels={"zone": "a"}),
         node(2, cpu=64, labels={"zone": "b"}),
     ]
-    asked = placement.resources_for(
+    request = placement.resources_for(
         job(per_node=2, resources={"highmem": 0.5}, labels={"zone": "a"}), nodes
     )
-    assert asked.bundles == ({"CPU": 2, "highmem": 1.0},)
-    assert asked.rank_resources == {"CPU": 1, "highmem": 0.5}
-    assert asked.selector == {"zone": "a"}
+    assert request.bundles == ({"CPU": 2, "highmem": 1.0},)
+    assert request.rank_resources == {"CPU": 1, "highmem": 0.5}
+    assert request.selector == {"zone": "a"}
 
 
 def test_labels_decide_whether_there_are_gpus() -> None:
@@ -222,9 +222,9 @@ def test_a_type_brings_no_more_than_its_most_those_that_are_there_counted() -> N
 def test_a_type_whose_labels_nobody_tells_may_have_the_right_ones() -> None:
     wants = job(nodes=1, per_node=4, gpus=0, labels={"market-type": "spot"})
     assert placement.resources_for(wants, [node(1)], AUTOSCALER).world_size == 4
-    told = [replace(kind, labels={"market-type": "on-demand"}) for kind in AUTOSCALER]
+    types = [replace(kind, labels={"market-type": "on-demand"}) for kind in AUTOSCALER]
     with pytest.raises(ConfigError, match=r"scale.labels.market-type=spot: no node"):
-        placement.resources_for(wants, [node(1)], told)
+        placement.resources_for(wants, [node(1)], types)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ def test_whoever_obeys_a_refusal_gets_a_place(
     asking = job(backend, nodes=nodes, per_node=per_node, gpus=gpus, cpus=cpus, placement=strategy)
     for _ in range(4):  # one refusal may follow another: no GPUs, then too many ranks
         try:
-            asked = placement.resources_for(asking, there)
+            request = placement.resources_for(asking, there)
         except ConfigError as refused:
             asking = obey(asking, refused)
         else:
-            assert asked.world_size >= 1
+            assert request.world_size >= 1
             return
     pytest.fail(f"still refused: {asking.scale} on {machines}")
 
@@ -426,8 +426,8 @@ def test_what_is_being_waited_for_is_said(
     scale: dict[str, Any], nodes: list[Node], text: str
 ) -> None:
     known = [replace(each, labels=scale.get("labels", {})) for each in GPUS]
-    asked = placement.resources_for(job(**scale), known)
-    assert describe_shortage(asked, nodes) == text
+    request = placement.resources_for(job(**scale), known)
+    assert describe_shortage(request, nodes) == text
 
 
 FULL = {"CPU": 0.0}
@@ -457,22 +457,22 @@ def test_what_a_run_holds_itself_is_not_missing(
     strategy: str, nodes: list[Node], held: list[str], text: str
 ) -> None:
     """It named the nodes of the run as those whose resources are taken."""
-    asked = replace(
+    request = replace(
         placement.resources_for(job(nodes=3, per_node=1, cpus=8), [node(1), node(2), node(3)]),
         strategy=strategy,
     )
-    assert describe_missing(asked, nodes, held) == text
+    assert describe_missing(request, nodes, held) == text
 
 
 def test_rays_nodes_are_read() -> None:
-    told = [
+    nodes = [
         {"NodeID": "aa", "Alive": True, "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "head",
          "Resources": {"CPU": 4.0, "GPU": 1.0, "node:10.0.0.1": 1.0, "node:__internal_head__": 1.0, "memory": 9.0},
          "Labels": {"ray.io/node-id": "aa"}},
         {"NodeID": "bb", "Alive": False, "NodeManagerAddress": "10.0.0.2", "NodeManagerHostname": "gone",
          "Resources": {}},
     ]  # fmt: skip
-    assert nodes_from_ray(told, {"aa": {"CPU": 1.0, "node:10.0.0.1": 1.0}}) == [
+    assert nodes_from_ray(nodes, {"aa": {"CPU": 1.0, "node:10.0.0.1": 1.0}}) == [
         Node(
             "aa",
             "10.0.0.1",
@@ -492,13 +492,13 @@ def test_machines_with_the_same_name_are_named_by_their_addresses_too() -> None:
         ("head", 4, False),
         ("two", 5, True),
     ]
-    told = [
+    nodes = [
         {"NodeID": f"id-{i}", "Alive": alive, "NodeManagerAddress": f"10.0.0.{i}", "NodeManagerHostname": host,
          "Resources": {"CPU": 4.0}}
         for host, i, alive in machines
     ]  # fmt: skip
-    second_raylet = {**told[-1], "NodeID": "id-6"}
-    hosts = {node.id: node.host for node in nodes_from_ray([*told, second_raylet], {})}
+    second_raylet = {**nodes[-1], "NodeID": "id-6"}
+    hosts = {node.id: node.host for node in nodes_from_ray([*nodes, second_raylet], {})}
     assert hosts == {
         "id-1": "ubuntu (10.0.0.1)", "id-2": "ubuntu (10.0.0.2)", "id-3": "head", "id-5": "two", "id-6": "two",
     }  # fmt: skip

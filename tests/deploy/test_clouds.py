@@ -28,33 +28,33 @@ REGION = "us-east-1"
 
 
 def config(cloud: str) -> dict[str, Any]:
-    made: dict[str, Any] = yaml.safe_load(TEXTS[cloud])
-    return made
+    settings: dict[str, Any] = yaml.safe_load(TEXTS[cloud])
+    return settings
 
 
-def gpu_nodes(made: dict[str, Any]) -> dict[str, Any]:
+def gpu_nodes(settings: dict[str, Any]) -> dict[str, Any]:
     """What the cloud is asked for a machine with GPUs."""
-    node: dict[str, Any] = made["available_node_types"]["gpu"]["node_config"]
+    node: dict[str, Any] = settings["available_node_types"]["gpu"]["node_config"]
     return node
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_ray_takes_the_file(cloud: str) -> None:
-    made = prepare_config(config(cloud))
-    validate_config(made)
-    assert made["provider"]["type"] == cloud
-    assert made["provider"]["cache_stopped_nodes"] is False
-    head, gpu = (made["available_node_types"][name] for name in ("head", "gpu"))
-    assert made["head_node_type"] == "head"
+    settings = prepare_config(config(cloud))
+    validate_config(settings)
+    assert settings["provider"]["type"] == cloud
+    assert settings["provider"]["cache_stopped_nodes"] is False
+    head, gpu = (settings["available_node_types"][name] for name in ("head", "gpu"))
+    assert settings["head_node_type"] == "head"
     assert "GPU" not in head["resources"]
     assert (head["min_workers"], head["max_workers"]) == (0, 0)
     assert gpu["resources"] == {"CPU": 96, "GPU": 8}
-    assert 0 <= gpu["min_workers"] < gpu["max_workers"] == made["max_workers"]
+    assert 0 <= gpu["min_workers"] < gpu["max_workers"] == settings["max_workers"]
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_nodes_are_set_up_as_those_of_cluster_yaml(cloud: str) -> None:
-    made = prepare_config(config(cloud))
+    settings = prepare_config(config(cloud))
     same = [
         "file_mounts",
         "rsync_exclude",
@@ -62,17 +62,17 @@ def test_nodes_are_set_up_as_those_of_cluster_yaml(cloud: str) -> None:
         "head_start_ray_commands",
         "worker_start_ray_commands",
     ]
-    assert {name: made[name] for name in same} == {name: OWN[name] for name in same}
-    assert made["worker_setup_commands"] == OWN["setup_commands"]
-    assert made["docker"] == {}
+    assert {name: settings[name] for name in same} == {name: OWN[name] for name in same}
+    assert settings["worker_setup_commands"] == OWN["setup_commands"]
+    assert settings["docker"] == {}
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_the_head_gets_the_sdk_that_ray_asks_for(cloud: str) -> None:
     defaults = yaml.safe_load((RAY / cloud / "defaults.yaml").read_text())
-    (asked,), (ours,) = defaults["head_setup_commands"], config(cloud)["head_setup_commands"]
+    (theirs,), (ours,) = defaults["head_setup_commands"], config(cloud)["head_setup_commands"]
     assert ours.startswith("~/.raydist/env/bin/python -m pip install ")
-    wanted = re.findall(r"(?<=[\s'])([a-z][a-z0-9-]+)(?=[=>])", asked)
+    wanted = re.findall(r"(?<=[\s'])([a-z][a-z0-9-]+)(?=[=>])", theirs)
     assert wanted
     assert set(wanted) <= set(re.split(r"[\s=]+", ours))
 
@@ -131,21 +131,21 @@ def with_ids(ec2: Any) -> dict[str, Any]:
     for before, after in (("subnet-0", subnet), ("sg-0", group), ("ami-0", image)):
         text, count = re.subn(rf"\b{before}0+", after, text)
         assert count == 1, before
-    made: dict[str, Any] = prepare_config(yaml.safe_load(text))
-    return made
+    settings: dict[str, Any] = prepare_config(yaml.safe_load(text))
+    return settings
 
 
 def test_ray_makes_machines_on_efa_of_it(ec2: Any) -> None:
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
 
-    made = AWSNodeProvider.bootstrap_config(with_ids(ec2))
+    settings = AWSNodeProvider.bootstrap_config(with_ids(ec2))
     assert "create-placement-group --group-name raydist --strategy cluster" in TEXTS["aws"]
-    (kind,) = ec2.describe_instance_types(InstanceTypes=[gpu_nodes(made)["InstanceType"]])[
+    (kind,) = ec2.describe_instance_types(InstanceTypes=[gpu_nodes(settings)["InstanceType"]])[
         "InstanceTypes"
     ]
     counted = {"CPU": kind["VCpuInfo"]["DefaultVCpus"], "GPU": kind["GpuInfo"]["Gpus"][0]["Count"]}
-    assert made["available_node_types"]["gpu"]["resources"] == counted
-    cards = gpu_nodes(made)["NetworkInterfaces"]
+    assert settings["available_node_types"]["gpu"]["resources"] == counted
+    cards = gpu_nodes(settings)["NetworkInterfaces"]
     assert len(cards) == kind["NetworkInfo"]["MaximumNetworkCards"]
     assert [(card["NetworkCardIndex"], card["DeviceIndex"]) for card in cards] == [
         (0, 0),
@@ -153,28 +153,30 @@ def test_ray_makes_machines_on_efa_of_it(ec2: Any) -> None:
         (2, 1),
         (3, 1),
     ]
-    provider = AWSNodeProvider(made["provider"], made["cluster_name"])
+    provider = AWSNodeProvider(settings["provider"], settings["cluster_name"])
     tags = {"ray-node-type": "worker", "ray-user-node-type": "gpu", "ray-launch-config": "tests"}
     sent: list[dict[str, Any]] = []
     events = provider.ec2_fail_fast.meta.client.meta.events
     events.register("before-call.ec2.RunInstances", lambda params, **_: sent.append(params["body"]))
-    provider.create_node(gpu_nodes(made), tags, 1)
-    (asked,) = sent
-    assert asked["Placement.GroupName"] == "raydist"
-    assert asked["MetadataOptions.HttpTokens"] == "required"
-    assert [asked[f"NetworkInterface.{card}.InterfaceType"] for card in (1, 2, 3, 4)] == ["efa"] * 4
+    provider.create_node(gpu_nodes(settings), tags, 1)
+    (request,) = sent
+    assert request["Placement.GroupName"] == "raydist"
+    assert request["MetadataOptions.HttpTokens"] == "required"
+    assert [request[f"NetworkInterface.{card}.InterfaceType"] for card in (1, 2, 3, 4)] == [
+        "efa"
+    ] * 4
     (launched,) = ec2.describe_instances()["Reservations"]
     (machine,) = launched["Instances"]
     assert machine["InstanceType"] == "p4d.24xlarge"
     # the head's subnet and groups are those of all cards: they reach each other
-    head = made["available_node_types"]["head"]["node_config"]
+    head = settings["available_node_types"]["head"]["node_config"]
     assert {card["SubnetId"] for card in cards} == {machine["SubnetId"]} == set(head["SubnetIds"])
     assert {group for card in cards for group in card["Groups"]} == set(head["SecurityGroupIds"])
 
 
 def test_gcp_places_machines_near_each_other() -> None:
-    made = config("gcp")
-    provider, node = made["provider"], gpu_nodes(made)
+    settings = config("gcp")
+    provider, node = settings["provider"], gpu_nodes(settings)
     assert node["resourcePolicies"] == [
         f"projects/{provider['project_id']}/regions/{provider['region']}/resourcePolicies/raydist"
     ]
@@ -187,13 +189,13 @@ def test_azure_asks_for_what_rays_template_knows() -> None:
     """And says what that lacks: when a Ray has it, this fails, and the comment in the file is out
     of date."""
     template = json.loads((RAY / "_private" / "_azure" / "azure-vm-template.json").read_text())
-    made = config("azure")
-    for kind in made["available_node_types"].values():
+    settings = config("azure")
+    for kind in settings["available_node_types"].values():
         assert set(kind["node_config"]["azure_arm_parameters"]) <= set(template["parameters"])
-    size = gpu_nodes(made)["azure_arm_parameters"]["vmSize"]
+    size = gpu_nodes(settings)["azure_arm_parameters"]["vmSize"]
     assert re.fullmatch(r"Standard_(ND|HB)\d+\w*r\w*", size), "the sizes with InfiniBand have an r"
-    assert gpu_nodes(made)["azure_arm_parameters"]["imageOffer"] == "ubuntu-hpc"
-    assert re.fullmatch(r"[123]", made["provider"]["availability_zone"]), "one zone"
+    assert gpu_nodes(settings)["azure_arm_parameters"]["imageOffer"] == "ubuntu-hpc"
+    assert re.fullmatch(r"[123]", settings["provider"]["availability_zone"]), "one zone"
     lacking = re.compile(
         r"availabilitySet|virtualMachineScaleSet|proximityPlacementGroup", re.IGNORECASE
     )

@@ -18,9 +18,9 @@ NODE = ROOT / "deploy" / "node"
 
 
 def test_ray_takes_the_file() -> None:
-    made = prepare_config(yaml.safe_load(TEXT))
-    validate_config(made)
-    (kind,) = made["available_node_types"].values()
+    settings = prepare_config(yaml.safe_load(TEXT))
+    validate_config(settings)
+    (kind,) = settings["available_node_types"].values()
     assert (kind["min_workers"], kind["max_workers"]) == (2, 2)  # all that are named, always
 
 

@@ -120,16 +120,16 @@ def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> Non
     (tmp_path / "kustomization.yaml").write_text(
         f"resources: [{DEPLOY}/kubernetes/{base}]\ncomponents: [{part}]\n"
     )
-    made = kuberay.build(tmp_path)[0]
-    kuberay.check(made)
-    assert made != plain
+    resource = kuberay.build(tmp_path)[0]
+    kuberay.check(resource)
+    assert resource != plain
 
 
 def test_a_field_that_is_misspelt_is_found() -> None:
-    made = kuberay.build(DEPLOY / "kubernetes" / "cluster")[0]
-    made["spec"]["enableInTreeAutoscaler"] = True
+    resource = kuberay.build(DEPLOY / "kubernetes" / "cluster")[0]
+    resource["spec"]["enableInTreeAutoscaler"] = True
     with pytest.raises(ValidationError, match="enableInTreeAutoscaler"):
-        kuberay.check(made)
+        kuberay.check(resource)
 
 
 def test_what_a_training_needs_of_a_pod() -> None:
@@ -205,14 +205,14 @@ def test_the_image_copies_what_is_there_and_starts_what_there_is() -> None:
     script = "\n".join(line.removeprefix("RUN ") for line in lines if line.startswith("RUN "))
     assert tool("shellcheck", "--shell=sh", "--exclude=SC2154", "-", text=script) == ""
     ((module, command),) = re.findall(r"python -m (raydist\S+) (\S+)", script)
-    asked = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", module, command, "--help"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert asked.returncode == 0, asked.stderr
-    assert re.findall(r"^ARG HOROVOD=(.*)", text, re.MULTILINE)[0] in asked.stdout
+    assert result.returncode == 0, result.stderr
+    assert re.findall(r"^ARG HOROVOD=(.*)", text, re.MULTILINE)[0] in result.stdout
 
 
 def test_the_image_has_the_ray_that_the_manifests_name_and_versions_that_were_tried() -> None:
@@ -224,11 +224,11 @@ def test_the_image_has_the_ray_that_the_manifests_name_and_versions_that_were_tr
         spec = kuberay.build(DEPLOY / "kubernetes" / name)[0]["spec"]
         assert spec.get("rayClusterSpec", spec)["rayVersion"] == pinned["RAY"]
     assert {'"ray[default]==${RAY}"', '"torch==${TORCH}"'} <= set(text.split())
-    tried = (ROOT / "docs" / "versions.md").read_text()
-    assert re.search(rf"^\| Ray \|.* {re.escape(pinned['RAY'])} \|$", tried, re.MULTILINE)
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert re.search(rf"^\| Ray \|.* {re.escape(pinned['RAY'])} \|$", page, re.MULTILINE)
     assert re.search(
         rf"^\| torch, torchvision \|.* {re.escape(pinned['TORCH'])}, [\d.]+ \|$",
-        tried,
+        page,
         re.MULTILINE,
     )
 

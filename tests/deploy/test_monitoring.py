@@ -160,20 +160,20 @@ class Prometheus:
 
     def series(self) -> dict[str, list[dict[str, str]]]:
         """Every series of raydist that was ever seen, by its name."""
-        found: dict[str, list[dict[str, str]]] = {}
+        result: dict[str, list[dict[str, str]]] = {}
         for each in self.ask("series", **{"match[]": '{__name__=~"ray_raydist_.+"}'}):
-            found.setdefault(each["__name__"], []).append(each)
-        return found
+            result.setdefault(each["__name__"], []).append(each)
+        return result
 
     def value(self, query: str) -> float:
-        (found,) = self.ask("query", query=f"max({query})")["result"]
-        return float(found["value"][1])
+        (sample,) = self.ask("query", query=f"max({query})")["result"]
+        return float(sample["value"][1])
 
     def alerts(self, ever: bool = False) -> set[tuple[str, str]]:
         """(alert, run) of those that fire now, or that ever did."""
         query = 'ALERTS{alertstate="firing"}'
-        found = self.ask("query", query=f"max_over_time({query}[1h])" if ever else query)["result"]
-        return {(each["metric"]["alertname"], each["metric"]["run"]) for each in found}
+        result = self.ask("query", query=f"max_over_time({query}[1h])" if ever else query)["result"]
+        return {(each["metric"]["alertname"], each["metric"]["run"]) for each in result}
 
 
 def shortened(text: str) -> str:

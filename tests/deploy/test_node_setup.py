@@ -75,10 +75,10 @@ class Node:
 
     def has(self, name: str) -> list[str]:
         """The versions of a package in the node's environment."""
-        found = (self.home / ".raydist" / "env").glob(
+        environments = (self.home / ".raydist" / "env").glob(
             f"lib/python*/site-packages/{name}-*.dist-info"
         )
-        return [each.name.removesuffix(".dist-info").partition("-")[2] for each in found]
+        return [each.name.removesuffix(".dist-info").partition("-")[2] for each in environments]
 
 
 @pytest.fixture

@@ -126,8 +126,8 @@ def test_collectives_and_torchruns_variables(mpi_words: tuple[str, ...]) -> None
         [str(rank), "3", "3"] for rank in range(3)
     ]
     assert [log(done, rank).split()[4] for rank in range(3)] == ["0", "1", "2"]
-    said = done.dir / "logs" / "mpirun.log"
-    words = said.read_text() if said.exists() else ""
+    mpirun_log = done.dir / "logs" / "mpirun.log"
+    words = mpirun_log.read_text() if mpirun_log.exists() else ""
     assert "BAD TERMINATION" not in words
     assert "has exited due to" not in words
 

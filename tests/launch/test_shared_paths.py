@@ -51,10 +51,10 @@ def test_a_run_folder_without_checkpoints_of_rank_0_is_an_error() -> None:
 
 
 def test_a_job_without_checkpoints_is_only_warned() -> None:
-    told = shared_paths.check_paths(
+    warnings = shared_paths.check_paths(
         JOB, HOSTS, [{"run": GONE}, {}], "def job(config): return 3", shared_paths.files(JOB, "")
     )
-    assert "its checkpoints would be lost there" in told
+    assert "its checkpoints would be lost there" in warnings
     script = Job(name="digits", dir=JOB.dir, script="train.py")
     assert (
         shared_paths.check_paths(
@@ -85,6 +85,6 @@ def test_hosts_that_do_not_see_the_rendezvous_folder_are_named() -> None:
 
 def test_a_node_checks_folders_and_urls(tmp_path: Path) -> None:
     files = {"here": str(tmp_path), "gone": str(tmp_path / "gone"), "odd": "s4://bucket/x"}
-    seen = asyncio.run(find_unreachable_paths(FindUnreachablePaths(files, {})))
-    assert set(seen) == {"gone", "odd"}
-    assert "runs cannot be stored at s4://" in seen["odd"]
+    missing = asyncio.run(find_unreachable_paths(FindUnreachablePaths(files, {})))
+    assert set(missing) == {"gone", "odd"}
+    assert "runs cannot be stored at s4://" in missing["odd"]

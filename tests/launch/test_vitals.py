@@ -1,5 +1,4 @@
-"""What is told of ranks and nodes while they train: what, how often, how much of it in a large
-run."""
+"""Events about ranks and nodes during training: their content, interval and number in a large run."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ PATIENCE_S = 10.0
 
 
 @pytest.fixture
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "FIRST_S": 0.01,
         "EVERY_S": 0.01,
@@ -47,24 +46,24 @@ def plan(nodes: int, per_node: int = 1) -> Plan:
     return small
 
 
-class Told:
-    """The events that a Vitals says, in a run of so many nodes with the given paces and answers."""
+class VitalsRun:
+    """A Vitals over so many nodes with the given paces and answers, and the events that it reports."""
 
     def __init__(self, folder: Path, nodes: int, paces: Any, answers: Any) -> None:
         self.seen: list[Event] = []
         self.events = Events(folder / "events.jsonl", (self.seen.append,))
-        self.asked: list[int] = []
+        self.calls: list[int] = []
         self._answers = answers
         self.vitals = Vitals(self.events, paces, plan(nodes), self._call)
 
     def _call(self, rank: int, request: Request[Any]) -> Future[Any]:
-        self.asked.append(rank)
+        self.calls.append(rank)
         reply: Future[Any] = Future()
         self._answers(rank, reply)
         return reply
 
-    def until(self, *kinds: str) -> dict[str, Event]:
-        """The first event of each of these kinds."""
+    def wait_for(self, *kinds: str) -> dict[str, Event]:
+        """Return the first event of each of these kinds."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             if {event["kind"] for event in self.seen} >= set(kinds):
@@ -83,41 +82,41 @@ def answer(rank: int, reply: Future[Any]) -> None:
         reply.set_result(LOAD)
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("_short_intervals")
 def test_both_are_told_of_what_answers(tmp_path: Path) -> None:
-    told = Told(tmp_path, 4, lambda: {3: (7, 0.0123456, 0.5), 0: (8, 0.0, 0.0)}, answer)
-    with told.vitals:
-        found = told.until("pace", "nodes")
-    assert found["pace"]["ranks"] == {"0": [8, 0.0, 0.0], "3": [7, 0.01235, 0.5]}
-    assert list(found["nodes"]["nodes"]) == ["node-1", "node-4"]
-    assert found["nodes"]["nodes"]["node-1"]["gpus"][0]["memory"] == [71234567890, 85899345920]
+    run = VitalsRun(tmp_path, 4, lambda: {3: (7, 0.0123456, 0.5), 0: (8, 0.0, 0.0)}, answer)
+    with run.vitals:
+        events = run.wait_for("pace", "nodes")
+    assert events["pace"]["ranks"] == {"0": [8, 0.0, 0.0], "3": [7, 0.01235, 0.5]}
+    assert list(events["nodes"]["nodes"]) == ["node-1", "node-4"]
+    assert events["nodes"]["nodes"]["node-1"]["gpus"][0]["memory"] == [71234567890, 85899345920]
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("_short_intervals")
 def test_a_silent_node_is_asked_once_and_nothing_is_said_after_the_end(tmp_path: Path) -> None:
-    told = Told(tmp_path, 3, dict, answer)
-    with told.vitals:
-        while told.asked.count(0) < 3:
+    run = VitalsRun(tmp_path, 3, dict, answer)
+    with run.vitals:
+        while run.calls.count(0) < 3:
             time.sleep(0.01)
-    assert told.asked.count(2) == 1
-    said = len(told.seen)
+    assert run.calls.count(2) == 1
+    count = len(run.seen)
     time.sleep(0.2)
-    assert len(told.seen) == said
-    assert {event["kind"] for event in told.seen} == {"nodes"}
+    assert len(run.seen) == count
+    assert {event["kind"] for event in run.seen} == {"nodes"}
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("_short_intervals")
 def test_a_failure_is_one_warning_and_the_other_kind_goes_on(tmp_path: Path) -> None:
     def broken() -> dict[int, Pace]:
         raise RuntimeError("no such thing")
 
-    told = Told(tmp_path, 1, broken, answer)
-    with told.vitals:
-        found = told.until("warning", "nodes")
-        while told.asked.count(0) < 4:
+    run = VitalsRun(tmp_path, 1, broken, answer)
+    with run.vitals:
+        events = run.wait_for("warning", "nodes")
+        while run.calls.count(0) < 4:
             time.sleep(0.01)
-    assert found["warning"]["text"] == "no more pace events: RuntimeError: no such thing"
-    assert [event["kind"] for event in told.seen].count("warning") == 1
+    assert events["warning"]["text"] == "no more pace events: RuntimeError: no such thing"
+    assert [event["kind"] for event in run.seen].count("warning") == 1
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "every_s"), [(1, 2, 10), (2, 8, 22), (128, 8, 1500)])

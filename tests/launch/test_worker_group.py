@@ -325,10 +325,10 @@ def test_another_attempt_on_the_same_nodes_has_a_new_store(
 def test_lost_agents_are_replaced_on_another_node(
     hosts: FakeHosts, events: Events, job: Job
 ) -> None:
-    asked: list[Sequence[int]] = []
+    calls: list[Sequence[int]] = []
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
-        asked.append(lost)
+        calls.append(lost)
         del hosts.replies[IsOpen]
         return placement.replace_nodes(group.plan, [node(1), node(3)])
 
@@ -337,7 +337,7 @@ def test_lost_agents_are_replaced_on_another_node(
     group.open(job, ("torch",), WarmServer("/tmp/warm", ()))
     hosts.replies[IsOpen] = gone_from(2, 3)
     assert group.prepare_attempt(job, 1) == [2, 3]
-    assert asked == [[2, 3]]
+    assert calls == [[2, 3]]
     first, new = hosts.sent(Open)[:4], hosts.sent(Open)[4:]
     assert [(rank, request.node_id, request.lead) for rank, request in new] == [
         (2, "id-3", True),
@@ -368,8 +368,8 @@ def test_lost_agents_are_asked_nothing(hosts: FakeHosts, events: Events, job: Jo
     """Ray fails a call to a dead host after 20 s: each restart waited ten seconds for one."""
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
-        asked = {rank for rank, _ in hosts.sent(IsOpen)}
-        assert (asked, lost) == ({0, 1}, [2, 3])
+        requested = {rank for rank, _ in hosts.sent(IsOpen)}
+        assert (requested, lost) == ({0, 1}, [2, 3])
         return placement.replace_nodes(group.plan, [node(1), node(3)])
 
     group = opened(hosts, events, job, replace_nodes=replace_nodes)

@@ -91,10 +91,10 @@ def test_an_event_is_no_message() -> None:
 
 def requests() -> list[type[Any]]:
     """Every class of requests that is sent."""
-    found: list[type[Any]] = [Request]
-    for kind in found:
-        found += kind.__subclasses__()
-    return [kind for kind in found if is_dataclass(kind)]
+    kinds: list[type[Any]] = [Request]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return [kind for kind in kinds if is_dataclass(kind)]
 
 
 @pytest.mark.parametrize("kind", requests(), ids=lambda kind: kind.__name__)

@@ -39,8 +39,8 @@ def node(ranks: int, gpus: int = 0) -> Node:
 
 
 def plan_of(ranks: int, gpus: int = 0) -> Plan:
-    asked = placement.resources_for(Job(scale=Scale(per_node=ranks)), [node(ranks, gpus)])
-    return placement.assign_ranks(asked, [node(ranks, gpus)])
+    request = placement.resources_for(Job(scale=Scale(per_node=ranks)), [node(ranks, gpus)])
+    return placement.assign_ranks(request, [node(ranks, gpus)])
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def test_torchrun_would_bind_to_the_same_cpus(
 def test_eight_gpus_at_two_numa_nodes(
     look: Any, mode: str, first: Any, last: Any, cores: int
 ) -> None:
-    found = bound(look(DGX), mode)
-    assert found.cores == cores
-    assert ([*found.cpus[0]], [*found.cpus[7]]) == (first, last) if first else not found.cpus
+    result = bound(look(DGX), mode)
+    assert result.cores == cores
+    assert ([*result.cpus[0]], [*result.cpus[7]]) == (first, last) if first else not result.cpus
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_eight_gpus_at_two_numa_nodes(
 def test_by_default_no_cpu_is_left_out(
     look: Any, box: machines.Box, ranks: int, gpus: int, mode: str, why: str
 ) -> None:
-    found = bound(look(box), "auto", ranks, gpus)
-    assert (found.mode, bool(found.cpus)) == (mode, mode != "none")
-    assert why in found.why
+    result = bound(look(box), "auto", ranks, gpus)
+    assert (result.mode, bool(result.cpus)) == (mode, mode != "none")
+    assert why in result.why
 
 
 def test_ranks_without_gpus_are_spread_and_share_the_cores(look: Any) -> None:
-    found = bound(look(DGX), "node", ranks=3, gpus=0)
-    assert [cpus[0] for cpus in found.cpus] == [0, 0, 8]
-    assert found.cores == 4  # two ranks have the 8 cores of node 0, one those of node 1
+    result = bound(look(DGX), "node", ranks=3, gpus=0)
+    assert [cpus[0] for cpus in result.cpus] == [0, 0, 8]
+    assert result.cores == 4  # two ranks have the 8 cores of node 0, one those of node 1
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ def test_what_is_cut_off_or_mixed_up_is_left_out(text: str) -> None:
 
 
 def test_how_many_nodes_nccl_counts_is_that_of_the_largest_group() -> None:
-    told = "comm 0x{} rank 0 nRanks {} nNodes {} localRanks 8 localRank 0 MNNVL 0\n"
+    line = "comm 0x{} rank 0 nRanks {} nNodes {} localRanks 8 localRank 0 MNNVL 0\n"
     log = parse_nccl_log(
-        P + told.format(1, 8, 1) + P + told.format(2, 16, 2) + P + told.format(3, 2, 2)
+        P + line.format(1, 8, 1) + P + line.format(2, 16, 2) + P + line.format(3, 2, 2)
     )
     assert log.counted == (16, 2)
     assert pickle.loads(pickle.dumps(log)) == log

@@ -50,15 +50,15 @@ def sound(tmp_path: Path, name: str = "node-1", box: Box | None = None, **more: 
     return replace(here, **{"limits": spacious, **more})
 
 
-def checks(found: list[Finding]) -> dict[str, str]:
-    assert {one.check for one in found} <= set(CHECKS)
-    return {one.check: one.level for one in found}
+def checks(findings: list[Finding]) -> dict[str, str]:
+    assert {one.check for one in findings} <= set(CHECKS)
+    return {one.check: one.level for one in findings}
 
 
 def test_two_sound_machines_of_one_kind_only_tell_that_storage_is_left_out(tmp_path: Path) -> None:
-    found = look(sound(tmp_path, "a"), sound(tmp_path, "b"))
-    assert checks(found) == {"storage hcas": "note"}
-    assert found[0].nodes == ("a", "b")
+    findings = look(sound(tmp_path, "a"), sound(tmp_path, "b"))
+    assert checks(findings) == {"storage hcas": "note"}
+    assert findings[0].nodes == ("a", "b")
     assert checks(look(sound(tmp_path, "c", machines.plain_box()))) == {}
 
 
@@ -156,9 +156,9 @@ def test_a_check_fires_where_something_is_wrong_and_only_that_one(
 ) -> None:
     box, more, check, words = WRONG[case]
     every = look(sound(tmp_path, box=box, **more))
-    (found,) = [one for one in every if one.check == check and words in one.text]
+    (finding,) = [one for one in every if one.check == check and words in one.text]
     assert {one.check for one in every} <= {check, "storage hcas"}
-    assert found.nodes == ("node-1",)
+    assert finding.nodes == ("node-1",)
 
 
 def test_a_sound_card_is_silent(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_a_setting_that_hurts_is_told_wherever_it_is_set_unless_overruled_or_har
         (replace(here, environment={name: value}), "the environment"),
         (replace(here, nccl_conf={name: (value, file)}), file),
     ):
-        (found,) = look(own)
-        assert (found.check, found.level, found.text) == (
+        (finding,) = look(own)
+        assert (finding.check, finding.level, finding.text) == (
             "site settings",
             "warn",
             f"{name}={value} is set in {where}",
@@ -261,38 +261,44 @@ def test_a_list_of_hcas_with_storage_among_them_is_told_whoever_wrote_it(tmp_pat
         "NCCL_IB_HCA=mlx5 in the environment: mlx5_8 shares no PCIe switch with a GPU; mlx5_9 "
     )
     assert site.fix == f"'env.NCCL_IB_HCA=\"={best}\"'"
-    (typed,) = [
+    (from_site,) = [
         one
         for one in look(sound(tmp_path, "t", box), env={"NCCL_IB_HCA": "=mlx5_0,mlx5_11"})
         if one.level == "warn"
     ]
     assert (
-        typed.text
+        from_site.text
         == "NCCL_IB_HCA==mlx5_0,mlx5_11 in env.NCCL_IB_HCA: mlx5_11 shares no PCIe switch with a "
         "GPU"
     )
-    (asked,) = [
+    (from_setting,) = [
         one
         for one in look(sound(tmp_path, "a", box), hca=["mlx5_0", "mlx5_8"])
         if one.check != "affinity"
     ]
-    assert (asked.check, asked.level, asked.fix) == ("storage hcas", "warn", f"fabric.hca=[{best}]")
+    assert (from_setting.check, from_setting.level, from_setting.fix) == (
+        "storage hcas",
+        "warn",
+        f"fabric.hca=[{best}]",
+    )
     assert look(sound(tmp_path, "n", box), hca=["mlx5_0", "mlx5_4"]) == []
 
 
 def test_where_no_gpu_tells_which_are_for_storage_the_choice_is_a_warning(tmp_path: Path) -> None:
     slow, fast = (Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(rate),))
                   for i, rate in ((1, machines.EDR), (2, machines.NDR)))  # fmt: skip
-    (found,) = look(sound(tmp_path, box=Box((slow, fast))))
-    assert (found.check, found.level) == ("storage hcas", "warn")
-    assert "NCCL_IB_HCA==mlx5_2" in found.text
+    (finding,) = look(sound(tmp_path, box=Box((slow, fast))))
+    assert (finding.check, finding.level) == ("storage hcas", "warn")
+    assert "NCCL_IB_HCA==mlx5_2" in finding.text
     assert look(sound(tmp_path, "b", Box((slow,)))) == []
 
 
 def test_an_hca_that_was_asked_for_and_is_down_is_an_error(tmp_path: Path) -> None:
     down = replace(card().cards[0], name="mlx5_1", ports=(Link(state="1: DOWN"),))
-    found = look(sound(tmp_path, box=replace(card(), cards=(*card().cards, down))), hca=["mlx5_1"])
-    assert checks(found)["hca state"] == "fail"
+    findings = look(
+        sound(tmp_path, box=replace(card(), cards=(*card().cards, down))), hca=["mlx5_1"]
+    )
+    assert checks(findings)["hca state"] == "fail"
 
 
 def test_roce_ports_of_two_families_or_two_mtus_are_told(tmp_path: Path) -> None:
@@ -339,9 +345,9 @@ def test_strict_with_a_plug_in_that_no_name_forces(tmp_path: Path) -> None:
         (sound(tmp_path, "b", box, environment={"NCCL_DEBUG": "info"}), "note"),
         (sound(tmp_path, "c", box, environment={"NCCL_DEBUG": "WARN"}), "fail"),
     ):
-        (found,) = [one for one in look(here, strict=True) if one.check == "vendor"]
-        assert found.level == level
-        assert bool(checks_node.refusals(strict, [found])) == (level == "fail")
+        (finding,) = [one for one in look(here, strict=True) if one.check == "vendor"]
+        assert finding.level == level
+        assert bool(checks_node.refusals(strict, [finding])) == (level == "fail")
     assert look(sound(tmp_path, "d", box)) == []
     missing = look(sound(tmp_path, "e", machines.efa_box(), machine=Machine()), strict=True)
     assert [one.check for one in checks_node.refusals(strict, missing)] == ["vendor"]
@@ -353,8 +359,8 @@ def test_a_job_without_gpus_hears_nothing_of_hcas(tmp_path: Path) -> None:
 
 def test_nodes_that_differ_are_named_with_what_the_others_have(tmp_path: Path) -> None:
     few = Box(machines.dgx().cards[:4], machines.dgx().gpus, files=machines.dgx().files)
-    found = look(sound(tmp_path, "a"), sound(tmp_path, "b"), sound(tmp_path, "c", few))
-    odd = next(one for one in found if one.check == "same fabric")
+    findings = look(sound(tmp_path, "a"), sound(tmp_path, "b"), sound(tmp_path, "c", few))
+    odd = next(one for one in findings if one.check == "same fabric")
     assert (odd.level, odd.nodes) == ("fail", ("c",))
     assert odd.text == "4 x InfiniBand 400 Gbit/s; 2 of 3 nodes have 8 x InfiniBand 400 Gbit/s"
 
@@ -388,8 +394,8 @@ def test_versions_mtu_identity_and_loopback_between_nodes(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("name", "value"), [("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")])
 def test_strict_refuses_a_site_that_turns_rdma_off(tmp_path: Path, name: str, value: str) -> None:
     here = sound(tmp_path, "d", environment={name: value})
-    told = [one for one in look(here, strict=True) if one.check == "site settings"]
-    assert checks_node.refusals(Job(fabric=Fabric(strict=True)), told) == told != []
+    findings = [one for one in look(here, strict=True) if one.check == "site settings"]
+    assert checks_node.refusals(Job(fabric=Fabric(strict=True)), findings) == findings != []
     assert [one.level for one in look(here) if one.check == "site settings"] == ["warn"]
 
 
@@ -438,14 +444,14 @@ def test_warnings_are_told_in_one_line_each_notes_are_not_and_strict_raises(tmp_
     plan = placement.assign_ranks(
         placement.resources_for(Job(scale=Scale(per_node=1)), [node]), [node]
     )
-    heard: list[str] = []
-    checks_node.check_nodes(Job(), plan, [here], heard.append)
-    assert len(heard) == 1
-    assert heard[0].startswith("node-1: /dev/shm has 64 MiB (fix: docker run --shm-size=8g")
+    lines: list[str] = []
+    checks_node.check_nodes(Job(), plan, [here], lines.append)
+    assert len(lines) == 1
+    assert lines[0].startswith("node-1: /dev/shm has 64 MiB (fix: docker run --shm-size=8g")
     with_gpu = replace(plan, request=replace(plan.request, backend="nccl"))
-    heard.clear()
+    lines.clear()
     with pytest.raises(LaunchError, match=r"fabric\.strict: node-1: no HCA has an active port"):
-        checks_node.check_nodes(Job(fabric=Fabric(strict=True)), with_gpu, [here], heard.append)
-    assert [text[:16] for text in heard] == [
+        checks_node.check_nodes(Job(fabric=Fabric(strict=True)), with_gpu, [here], lines.append)
+    assert [text[:16] for text in lines] == [
         "node-1: /dev/shm"
     ]  # what is refused is told once, by the error

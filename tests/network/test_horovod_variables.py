@@ -49,16 +49,18 @@ def job(**settings: Any) -> Job:
 
 
 def planned(
-    asked: Job, where: Plan, facts: Facts = HERE, meet: Rendezvous = MEET
+    settings: Job, where: Plan, facts: Facts = HERE, meet: Rendezvous = MEET
 ) -> list[dict[str, EnvVar]]:
     return [
         {v.name: v for v in own}
-        for own in variables.plan_variables(asked, where, [facts] * where.world_size, meet)
+        for own in variables.plan_variables(settings, where, [facts] * where.world_size, meet)
     ]
 
 
-def values(asked: Job, *ranks_of_nodes: int) -> list[dict[str, str]]:
-    return [{n: v.value for n, v in own.items()} for own in planned(asked, plan(*ranks_of_nodes))]
+def values(settings: Job, *ranks_of_nodes: int) -> list[dict[str, str]]:
+    return [
+        {n: v.value for n, v in own.items()} for own in planned(settings, plan(*ranks_of_nodes))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -77,23 +79,23 @@ def test_places_are_those_that_horovod_itself_would_give(nodes: tuple[int, ...])
         }
         for s in slots
     ]  # fmt: skip
-    assert [{name: found[name] for name in wanted[0]} for found in values(job(), *nodes)] == wanted
+    assert [{name: env[name] for name in wanted[0]} for env in values(job(), *nodes)] == wanted
 
 
 def test_nodes_of_one_name_are_different_hosts() -> None:
-    assert Counter(found["HOROVOD_HOSTNAME"] for found in values(job(), 2, 1)) == {
+    assert Counter(env["HOROVOD_HOSTNAME"] for env in values(job(), 2, 1)) == {
         "node-0": 2,
         "node-1": 1,
     }
 
 
 def test_every_rank_gets_the_door_and_its_secret_and_no_store_of_torch() -> None:
-    for found in values(job(), 2, 2):
-        assert found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1:41234/open-sesame"
-        assert found["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "41234"
-        assert found["HOROVOD_CONTROLLER"] == found["HOROVOD_CPU_OPERATIONS"] == "gloo"
-        assert "MASTER_PORT" not in found
-        assert "TORCHELASTIC_USE_AGENT_STORE" not in found
+    for env in values(job(), 2, 2):
+        assert env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.1:41234/open-sesame"
+        assert env["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "41234"
+        assert env["HOROVOD_CONTROLLER"] == env["HOROVOD_CPU_OPERATIONS"] == "gloo"
+        assert "MASTER_PORT" not in env
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in env
 
 
 def test_the_secret_is_in_no_picture_of_where_ranks_meet() -> None:
@@ -101,15 +103,15 @@ def test_the_secret_is_in_no_picture_of_where_ranks_meet() -> None:
 
 
 def test_a_lone_rank_meets_nobody() -> None:
-    (found,) = planned(job(), plan(1), meet=Rendezvous("10.0.0.1", 41234))
-    assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in found
-    assert found["HOROVOD_SIZE"].value == "1"
+    (env,) = planned(job(), plan(1), meet=Rendezvous("10.0.0.1", 41234))
+    assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in env
+    assert env["HOROVOD_SIZE"].value == "1"
 
 
 def test_the_interface_is_each_nodes_own() -> None:
     where, facts = plan(1, 1), [HERE, replace(HERE, interface="ens7", ip="10.0.0.2")]
-    found = variables.plan_variables(job(), where, facts, MEET)
-    names = [next(v.value for v in own if v.name == "HOROVOD_GLOO_IFACE") for own in found]
+    env = variables.plan_variables(job(), where, facts, MEET)
+    names = [next(v.value for v in own if v.name == "HOROVOD_GLOO_IFACE") for own in env]
     assert names == ["eth0", "ens7"]
 
 
@@ -131,55 +133,55 @@ def test_the_interface_is_each_nodes_own() -> None:
 def test_a_setting_becomes_horovods_variable_with_its_reason(
     settings: Any, name: str, value: str
 ) -> None:
-    (found, _) = planned(job(**settings), plan(2))
-    assert found[name].value == value
-    assert found[name].reason.startswith("backend.horovod.")
+    (env, _) = planned(job(**settings), plan(2))
+    assert env[name].value == value
+    assert env[name].reason.startswith("backend.horovod.")
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
-    (found, _) = values(job(), 2)
-    assert (
-        not {"HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_STALL_CHECK_DISABLE"} & found.keys()
-    )
-    assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"} & found.keys(), (
+    (env, _) = values(job(), 2)
+    assert not {"HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_STALL_CHECK_DISABLE"} & env.keys()
+    assert not {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"} & env.keys(), (
         "what is set can't be tuned"
     )
-    (found, _) = values(job(stall_warn_s=0), 2)
-    assert "HOROVOD_STALL_CHECK_TIME_SECONDS" not in found
+    (env, _) = values(job(stall_warn_s=0), 2)
+    assert "HOROVOD_STALL_CHECK_TIME_SECONDS" not in env
 
 
-@pytest.mark.parametrize(("timeout_s", "told"), [(600.0, "600"), (0.2, "1"), (29.6, "30")])
-def test_the_timeout_is_that_of_all_backends_in_whole_seconds(timeout_s: float, told: str) -> None:
-    asked = Job(backend=Backend(name="horovod", timeout_s=timeout_s))
-    assert values(asked, 2)[0]["HOROVOD_GLOO_TIMEOUT_SECONDS"] == told
+@pytest.mark.parametrize(("timeout_s", "expected"), [(600.0, "600"), (0.2, "1"), (29.6, "30")])
+def test_the_timeout_is_that_of_all_backends_in_whole_seconds(
+    timeout_s: float, expected: str
+) -> None:
+    settings = Job(backend=Backend(name="horovod", timeout_s=timeout_s))
+    assert values(settings, 2)[0]["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
 
 
 def test_the_sites_own_settings_stand_but_not_its_places() -> None:
     site = {"HOROVOD_CYCLE_TIME": "9", "HOROVOD_RANK": "17", "HOROVOD_CONTROLLER": "mpi"}
-    (found, _) = planned(job(cycle_ms=2), plan(2), replace(HERE, environment=site))
-    assert found["HOROVOD_CYCLE_TIME"].value == "9"
-    assert "env.HOROVOD_CYCLE_TIME=2" in found["HOROVOD_CYCLE_TIME"].reason
-    assert found["HOROVOD_RANK"].value == "0"
-    assert found["HOROVOD_CONTROLLER"].value == "gloo"
+    (env, _) = planned(job(cycle_ms=2), plan(2), replace(HERE, environment=site))
+    assert env["HOROVOD_CYCLE_TIME"].value == "9"
+    assert "env.HOROVOD_CYCLE_TIME=2" in env["HOROVOD_CYCLE_TIME"].reason
+    assert env["HOROVOD_RANK"].value == "0"
+    assert env["HOROVOD_CONTROLLER"].value == "gloo"
 
 
 def test_what_a_person_types_wins_over_all() -> None:
-    asked = replace(job(), env={"HOROVOD_CYCLE_TIME": "3"})
-    (found, _) = planned(asked, plan(2), replace(HERE, environment={"HOROVOD_CYCLE_TIME": "9"}))
-    assert found["HOROVOD_CYCLE_TIME"].value == "3"
+    settings = replace(job(), env={"HOROVOD_CYCLE_TIME": "3"})
+    (env, _) = planned(settings, plan(2), replace(HERE, environment={"HOROVOD_CYCLE_TIME": "9"}))
+    assert env["HOROVOD_CYCLE_TIME"].value == "3"
 
 
 def test_the_interface_asked_for_is_horovods_too() -> None:
-    asked = replace(job(), fabric=Fabric(interface="ib0"))
-    (found, _) = planned(asked, plan(2), replace(HERE, interface="ib0"))
-    assert found["HOROVOD_GLOO_IFACE"].value == "ib0"
+    settings = replace(job(), fabric=Fabric(interface="ib0"))
+    (env, _) = planned(settings, plan(2), replace(HERE, interface="ib0"))
+    assert env["HOROVOD_GLOO_IFACE"].value == "ib0"
 
 
 def test_other_backends_get_nothing_of_it() -> None:
     where = plan(2, backend="gloo")
-    found = planned(Job(backend=Backend(name="gloo")), where)
-    assert not [name for name in found[0] if name.startswith("HOROVOD")]
-    assert found[0]["MASTER_PORT"].value == "41234"
+    env = planned(Job(backend=Backend(name="gloo")), where)
+    assert not [name for name in env[0] if name.startswith("HOROVOD")]
+    assert env[0]["MASTER_PORT"].value == "41234"
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_process_sets_that_these_ranks_can_not_form_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("asked", "key", "value", "suggestion"),
+    ("settings", "key", "value", "suggestion"),
     [
         (job(process_sets=[[]]), "process_sets", [], "process_sets=[[0,1],[2,3]]"),
         (job(process_sets=[[0, 0]]), "process_sets", [0, 0], "process_sets=[[0,1],[2,3]]"),
@@ -211,10 +213,10 @@ def test_process_sets_that_these_ranks_can_not_form_are_refused(
     ],
 )
 def test_what_can_not_be_right_is_refused_before_anything_starts(
-    asked: Job, key: str, value: object, suggestion: str
+    settings: Job, key: str, value: object, suggestion: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        validate(asked)
+        validate(settings)
     error, prefix = refused.value, "backend.horovod."
     assert (error.key, error.value) == (prefix + key, value)
     assert error.suggestion == (suggestion and prefix + suggestion)

@@ -115,9 +115,9 @@ def test_segments_are_expandable_where_nothing_speaks_against_it(
     job: Job, gpus: int, more: dict[str, Any], why: str
 ) -> None:
     own, listed = look(replace(job, backend=Backend("auto")), gpus, **more)
-    on, said = listed["expandable segments"]
+    on, reason = listed["expandable segments"]
     assert on == (not why)
-    assert why in said
+    assert why in reason
     ours = [
         name for name in levers.ALLOCATOR if own.get(name, ("",))[0] == "expandable_segments:True"
     ]

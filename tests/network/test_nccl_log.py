@@ -45,9 +45,9 @@ def test_strict_refuses_sockets_with_the_reason_and_nothing_else(tmp_path: Path)
     path.write_text(NO_LIBRARY + SOCKETS)
     assert strict.refusal().startswith("fabric.strict: NCCL took NET/Socket")
     assert strict.refusal() == ""  # once is enough
-    for said, asked in ((INFINIBAND, True), (SOCKETS, False)):
-        other = NcclLog(path, aloud=False, strict=asked)
-        path.write_text(said)
+    for log, infiniband in ((INFINIBAND, True), (SOCKETS, False)):
+        other = NcclLog(path, aloud=False, strict=infiniband)
+        path.write_text(log)
         assert other.refusal() == ""
 
 
@@ -65,9 +65,9 @@ def test_with_debug_the_real_nccl_writes_beside_the_ranks_own_output() -> None:
     done = run("nccl_speaks.py", "backend=script", "fabric.debug=true")
     assert logs(done) == ["the rank's own line\n"] * 2
     for rank in range(2):
-        said = (done.dir / "logs" / f"rank-{rank}.nccl").read_text()
-        assert "NCCL INFO" in said
-        assert "Bootstrap" in said
+        log = (done.dir / "logs" / f"rank-{rank}.nccl").read_text()
+        assert "NCCL INFO" in log
+        assert "Bootstrap" in log
 
 
 def test_a_rank_whose_nccl_took_sockets_is_ended_with_that_reason(

@@ -31,26 +31,26 @@ def facts(root: Path, box: Box, **more: object) -> Facts:
     return replace(plain, **more)  # type: ignore[arg-type]
 
 
-def told(here: Facts, nodes: int = 2, **fabric: Any) -> dict[str, tuple[str, str]]:
+def settings_of(here: Facts, nodes: int = 2, **fabric: Any) -> dict[str, tuple[str, str]]:
     job = Job(fabric=Fabric(**fabric))
     return {name: (value, why) for name, value, why in rdma.device_settings(job, here, nodes)}
 
 
 def values(here: Facts, **fabric: Any) -> dict[str, str]:
     """Those beside the two sockets'."""
-    found = {name: value for name, (value, _) in told(here, **fabric).items()}
-    assert found.pop("GLOO_SOCKET_IFNAME") == "eth0"
-    assert found.pop("NCCL_SOCKET_IFNAME") == "=eth0"
-    return found
+    variables = {name: value for name, (value, _) in settings_of(here, **fabric).items()}
+    assert variables.pop("GLOO_SOCKET_IFNAME") == "eth0"
+    assert variables.pop("NCCL_SOCKET_IFNAME") == "=eth0"
+    return variables
 
 
 def test_a_dgx_takes_the_eight_beside_its_gpus_and_leaves_storage(tmp_path: Path) -> None:
-    found = told(facts(tmp_path, machines.dgx()))
-    value, why = found["NCCL_IB_HCA"]
+    variables = settings_of(facts(tmp_path, machines.dgx()))
+    value, why = variables["NCCL_IB_HCA"]
     assert value == "=" + ",".join(f"mlx5_{i}" for i in range(8))
     assert "mlx5_8 shares no PCIe switch with a GPU" in why
-    assert found["NCCL_IGNORE_NET_MISMATCH"][0] == "0"
-    assert found["GLOO_SOCKET_IFNAME"][0] == "eth0"
+    assert variables["NCCL_IGNORE_NET_MISMATCH"][0] == "0"
+    assert variables["GLOO_SOCKET_IFNAME"][0] == "eth0"
 
 
 def test_renamed_devices_are_taken_by_their_own_names(tmp_path: Path) -> None:
@@ -66,7 +66,9 @@ def test_where_nothing_needs_choosing_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_one_node_has_no_mismatch(tmp_path: Path) -> None:
-    assert "NCCL_IGNORE_NET_MISMATCH" not in told(facts(tmp_path, machines.roce_box()), nodes=1)
+    assert "NCCL_IGNORE_NET_MISMATCH" not in settings_of(
+        facts(tmp_path, machines.roce_box()), nodes=1
+    )
 
 
 def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> N
         Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (Link(machines.EDR),)) for i in range(2)
     ]
     fast = Card("mlx5_9", "pci0000:00/0000:00:09.0", (Link(machines.NDR),))
-    value, why = told(facts(tmp_path, Box((*slow, fast))))["NCCL_IB_HCA"]
+    value, why = settings_of(facts(tmp_path, Box((*slow, fast))))["NCCL_IB_HCA"]
     assert value == "=mlx5_9"
     assert (
         "mlx5_0 is InfiniBand at 100 Gbit/s in subnet fe80:0000:0000:0000, not InfiniBand at 400 "
@@ -96,7 +98,7 @@ def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
 def test_only_the_kind_asked_for(kind: str, taken: str, left: str, tmp_path: Path) -> None:
     both = (Card("mlx5_0", "pci0000:00/0000:00:02.0"),
             Card("mlx5_1", "pci0000:00/0000:00:03.0", (machines.roce("10.1.0.5", "eth1"),)))  # fmt: skip
-    value, why = told(facts(tmp_path, Box(both)), kind=kind)["NCCL_IB_HCA"]
+    value, why = settings_of(facts(tmp_path, Box(both)), kind=kind)["NCCL_IB_HCA"]
     assert value == f"={taken}"
     assert why.startswith(f"fabric.kind={kind}: {left} is not")
 
@@ -104,18 +106,21 @@ def test_only_the_kind_asked_for(kind: str, taken: str, left: str, tmp_path: Pat
 def test_ethernet_turns_rdma_off_and_site_says_nothing(tmp_path: Path) -> None:
     here = facts(tmp_path, machines.dgx())
     assert values(here, kind="ethernet") == {"NCCL_IB_DISABLE": "1"}
-    assert told(here, kind="site") == {}
+    assert settings_of(here, kind="site") == {}
 
 
 def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
     here = facts(tmp_path, machines.dgx())
-    assert told(here, hca=["mlx5_1", "mlx5_10"])["NCCL_IB_HCA"] == ("=mlx5_1,mlx5_10", "fabric.hca")
+    assert settings_of(here, hca=["mlx5_1", "mlx5_10"])["NCCL_IB_HCA"] == (
+        "=mlx5_1,mlx5_10",
+        "fabric.hca",
+    )
     with pytest.raises(ConfigError, match=r"fabric\.hca=mlx_1: node-1 has no such HCA.*mlx5_1"):
-        told(here, hca=["mlx_1"])
+        settings_of(here, hca=["mlx_1"])
     with pytest.raises(
         ConfigError, match=r"fabric\.hca=mlx5_0: node-1 has no HCA; set fabric\.hca=\[\]"
     ):
-        told(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
+        settings_of(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
 
 
 def test_strict_forces_rdma_and_contradicts_ethernet(tmp_path: Path) -> None:
@@ -177,15 +182,15 @@ def test_every_machine_gets_just_these_variables_for_these_reasons(
 ) -> None:
     box, more, network = MACHINES[name]
     here = facts(tmp_path, box)
-    assert told(here) == SOCKETS | more
-    assert told(here, strict=True) == SOCKETS | more | {"NCCL_NET": (network, STRICT)}
+    assert settings_of(here) == SOCKETS | more
+    assert settings_of(here, strict=True) == SOCKETS | more | {"NCCL_NET": (network, STRICT)}
 
 
 def test_an_old_nccl_is_told_the_index_of_the_routable_gid(tmp_path: Path) -> None:
     here = facts(tmp_path, machines.roce_box())
-    value, why = told(replace(here, versions={"nccl": "2.18.1"}))["NCCL_IB_GID_INDEX"]
+    value, why = settings_of(replace(here, versions={"nccl": "2.18.1"}))["NCCL_IB_GID_INDEX"]
     assert (value, why[:11]) == ("3", "NCCL 2.18.1")
-    assert "NCCL_IB_GID_INDEX" not in told(replace(here, versions={"nccl": "2.21.5"}))
+    assert "NCCL_IB_GID_INDEX" not in settings_of(replace(here, versions={"nccl": "2.21.5"}))
 
 
 LIBFABRIC = "\x7fELF\x02 Libfabric\0 AWS Libfabric\0 OFI\0"
@@ -229,17 +234,17 @@ def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
         tmp_path, machines.dgx(), environment={"NCCL_SOCKET_IFNAME": "=ib0"}, nccl_conf=conf
     )
     have = {"CPU": 8.0, "GPU": 8.0}
-    asked = Job(backend=Backend("nccl"), scale=Scale(per_node=1))
+    job = Job(backend=Backend("nccl"), scale=Scale(per_node=1))
     node = Node("id", "10.0.0.5", "node-1", have, have)
-    request = placement.resources_for(asked, [node])
+    request = placement.resources_for(job, [node])
     (own,) = variables.plan_variables(
-        asked, placement.assign_ranks(request, [node]), [here], Rendezvous("10.0.0.5", 1)
+        job, placement.assign_ranks(request, [node]), [here], Rendezvous("10.0.0.5", 1)
     )
-    found = {var.name: var for var in own}
-    assert found["NCCL_SOCKET_IFNAME"].value == "=ib0"
-    assert "node-1" in found["NCCL_SOCKET_IFNAME"].reason
-    assert found["NCCL_IB_HCA"].value == "=mlx5_2"
-    assert "/etc/nccl.conf" in found["NCCL_IB_HCA"].reason
+    by_name = {var.name: var for var in own}
+    assert by_name["NCCL_SOCKET_IFNAME"].value == "=ib0"
+    assert "node-1" in by_name["NCCL_SOCKET_IFNAME"].reason
+    assert by_name["NCCL_IB_HCA"].value == "=mlx5_2"
+    assert "/etc/nccl.conf" in by_name["NCCL_IB_HCA"].reason
 
 
 OPEN_MPI = {"kind": "openmpi", "version": "5.0.11", "mpirun": "/usr/bin/mpirun", "rdma": ""}
@@ -256,13 +261,13 @@ ALIKE = {
 
 
 def rank(
-    here: Facts, backend: str, env: dict[str, str] | None = None, **asked: Any
+    here: Facts, backend: str, env: dict[str, str] | None = None, **fabric: Any
 ) -> dict[str, str]:
     """All variables of the only rank there."""
     have = {"CPU": 8.0, **({"GPU": 8.0} if backend == "nccl" else {})}
     node = Node("id", "10.0.0.5", "node-1", have, have)
     job = Job(
-        backend=Backend(backend), scale=Scale(per_node=1), fabric=Fabric(**asked), env=env or {}
+        backend=Backend(backend), scale=Scale(per_node=1), fabric=Fabric(**fabric), env=env or {}
     )
     plan = placement.assign_ranks(placement.resources_for(job, [node]), [node])
     (own,) = variables.plan_variables(job, plan, [here], Rendezvous("10.0.0.5", 1))

@@ -40,20 +40,20 @@ def job(**more: Any) -> Job:
 
 
 def plan(*nodes: Node, **scale: Any) -> Plan:
-    asked = placement.resources_for(Job(scale=Scale(nodes=len(nodes), **scale)), nodes)
-    return placement.assign_ranks(asked, nodes)
+    request = placement.resources_for(Job(scale=Scale(nodes=len(nodes), **scale)), nodes)
+    return placement.assign_ranks(request, nodes)
 
 
 def planned(
-    asked: Job, where: Plan, *each: Facts, meet: Rendezvous = MEET
+    settings: Job, where: Plan, *each: Facts, meet: Rendezvous = MEET
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """The values and the reasons, by rank; `each`: one for every rank."""
-    found = variables.plan_variables(asked, where, each, meet)
-    for own in found:
+    result = variables.plan_variables(settings, where, each, meet)
+    for own in result:
         assert len({var.name for var in own}) == len(own), "a variable is there twice"
         assert all(var.reason for var in own)
-    return [{v.name: v.value for v in own} for own in found], [
-        {v.name: v.reason for v in own} for own in found
+    return [{v.name: v.value for v in own} for own in result], [
+        {v.name: v.reason for v in own} for own in result
     ]
 
 
@@ -75,10 +75,10 @@ def test_an_older_torch_is_told_to_record_collectives(
 
 
 def test_the_words_of_torchrun_on_uneven_nodes() -> None:
-    asked = placement.resources_for(
+    request = placement.resources_for(
         Job(scale=Scale(nodes=1, per_node=3, placement="PACK")), [node(1), node(2)]
     )
-    uneven = placement.assign_ranks(asked, [node(2), node(1), node(2)])
+    uneven = placement.assign_ranks(request, [node(2), node(1), node(2)])
     values, _ = planned(job(), uneven, facts(1), facts(2), facts(2))
     names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_RANK",
              "ROLE_WORLD_SIZE", "ROLE_NAME"]  # fmt: skip
@@ -136,15 +136,15 @@ def test_where_the_ranks_meet() -> None:
     ("backend", "ranks", "waits"), [("gloo", 2, True), ("gloo", 1, False), ("nccl", 2, False)]
 )
 def test_ranks_of_gloo_wait_until_all_have_connected(backend: str, ranks: int, waits: bool) -> None:
-    asked = replace(job(), backend=replace(job().backend, name=backend))
-    values, _ = planned(asked, plan(node(1), per_node=ranks), *[facts(1)] * ranks)
+    settings = replace(job(), backend=replace(job().backend, name=backend))
+    values, _ = planned(settings, plan(node(1), per_node=ranks), *[facts(1)] * ranks)
     assert [own.get("TORCH_DIST_INIT_BARRIER") == "1" for own in values] == [waits] * ranks
 
 
 def test_where_the_ranks_meet_in_a_file() -> None:
-    asked = job(init_method="file")
+    settings = job(init_method="file")
     (own,), _ = planned(
-        asked,
+        settings,
         plan(node(1), per_node=1),
         facts(1),
         meet=Rendezvous("10.0.0.1", file="/shared/rendezvous"),
@@ -168,8 +168,8 @@ def test_the_interface_may_differ_from_node_to_node() -> None:
 
 
 def test_an_interface_that_was_asked_for_is_the_reason() -> None:
-    asked = job(fabric=Fabric(interface="ib0"))
-    (own,), (why,) = planned(asked, plan(node(1), per_node=1), facts(1, "ib0"))
+    settings = job(fabric=Fabric(interface="ib0"))
+    (own,), (why,) = planned(settings, plan(node(1), per_node=1), facts(1, "ib0"))
     assert own["GLOO_SOCKET_IFNAME"] == "ib0"
     assert why["NCCL_SOCKET_IFNAME"].startswith("fabric.interface")
 
@@ -267,13 +267,13 @@ def test_nccl_admits_ranks_on_mig_instances_of_one_gpu_or_the_run_is_refused(
     gpus = (Gpu("0000:1b:00.0", uuid="GPU-x", instances=("MIG-a", "MIG-b")), Gpu("0000:1c:00.0", uuid="GPU-y",
             instances=("MIG-c",))) if known else ()  # fmt: skip
     each = [facts(1, gpus=(own,), devices=gpus, versions={"nccl": nccl}) for own in held]
-    where, asked = plan(node(1, gpu=8), per_node=len(held), gpus=1), job(backend=Backend("nccl"))
+    where, settings = plan(node(1, gpu=8), per_node=len(held), gpus=1), job(backend=Backend("nccl"))
     if expected not in ("1", None):
         with pytest.raises(ConfigError, match=re.escape(str(expected))) as refused:
-            planned(asked, where, *each)
+            planned(settings, where, *each)
         assert "backend=gloo" in str(refused.value)
         return
-    values, _ = planned(asked, where, *each)
+    values, _ = planned(settings, where, *each)
     assert [own.get("NCCL_MULTI_RANK_GPU_ENABLE") for own in values] == [expected] * len(held)
 
 
@@ -359,19 +359,21 @@ def test_ncclls_own_file_stands_too_but_below_the_environment() -> None:
 
 
 def test_what_the_person_types_wins_over_all() -> None:
-    asked = job(env={"NCCL_SOCKET_IFNAME": "=eth7", "MASTER_PORT": "1", "FLAGS": "-v"})
+    settings = job(env={"NCCL_SOCKET_IFNAME": "=eth7", "MASTER_PORT": "1", "FLAGS": "-v"})
     site = facts(1, environment={"NCCL_SOCKET_IFNAME": "=bond0"})
-    values, reasons = planned(asked, plan(node(1), per_node=2), site, site)
+    values, reasons = planned(settings, plan(node(1), per_node=2), site, site)
     for own, why in zip(values, reasons, strict=True):
         assert (own["NCCL_SOCKET_IFNAME"], own["MASTER_PORT"], own["FLAGS"]) == ("=eth7", "1", "-v")
         assert why["NCCL_SOCKET_IFNAME"] == "env.NCCL_SOCKET_IFNAME"
 
 
-def log_of(asked: Job, here: Facts, nodes: int = 1, gpu: float = 8) -> dict[str, tuple[str, str]]:
+def log_of(
+    settings: Job, here: Facts, nodes: int = 1, gpu: float = 8
+) -> dict[str, tuple[str, str]]:
     """NCCL's own log in rank 0's variables, with the reasons."""
     where = plan(*(node(i + 1, gpu=gpu) for i in range(nodes)), per_node=1)
     every = variables.plan_variables(
-        asked, where, [here, *(facts(i + 1) for i in range(1, nodes))], MEET
+        settings, where, [here, *(facts(i + 1) for i in range(1, nodes))], MEET
     )
     return {
         var.name: (var.value, var.reason) for var in every[0] if var.name.startswith("NCCL_DEBUG")
@@ -394,33 +396,35 @@ def test_nccls_log_is_asked_for_where_somebody_reads_it_and_never_lands_in_the_r
 
 def test_debug_has_a_file_of_its_own_on_any_job_and_the_sites_stands() -> None:
     aloud = job(fabric=Fabric(debug=True))
-    told = log_of(aloud, facts(1), gpu=0)
-    assert told["NCCL_DEBUG"][0] == "INFO"
-    assert "fabric.debug" in told["NCCL_DEBUG"][1]
-    assert "NET" in told["NCCL_DEBUG_SUBSYS"][0].split(",")
-    assert told["NCCL_DEBUG_FILE"][0] == f"{RANK_FOLDER}/rank-0.nccl"
+    log = log_of(aloud, facts(1), gpu=0)
+    assert log["NCCL_DEBUG"][0] == "INFO"
+    assert "fabric.debug" in log["NCCL_DEBUG"][1]
+    assert "NET" in log["NCCL_DEBUG_SUBSYS"][0].split(",")
+    assert log["NCCL_DEBUG_FILE"][0] == f"{RANK_FOLDER}/rank-0.nccl"
     site = log_of(aloud, facts(1, environment={"NCCL_DEBUG_FILE": "/var/log/nccl.%p"}), gpu=0)
     assert (site["NCCL_DEBUG"][0], site["NCCL_DEBUG_FILE"][0]) == ("INFO", "/var/log/nccl.%p")
 
 
 def test_values_are_text_whatever_yaml_made_of_them() -> None:
-    asked = replace(job(), env={"DEPTH": 3})  # type: ignore[dict-item]
-    (own,) = variables.plan_variables(asked, plan(node(1), per_node=1), [facts(1)], MEET)
+    settings = replace(job(), env={"DEPTH": 3})  # type: ignore[dict-item]
+    (own,) = variables.plan_variables(settings, plan(node(1), per_node=1), [facts(1)], MEET)
     assert EnvVar("DEPTH", "3", "env.DEPTH") in own
 
 
 def test_variables_are_in_one_order_on_every_rank() -> None:
-    asked = job(env={"B": "1", "A": "2", "C": "3"})
-    first, second = variables.plan_variables(asked, plan(node(1), per_node=2), [facts(1)] * 2, MEET)
+    settings = job(env={"B": "1", "A": "2", "C": "3"})
+    first, second = variables.plan_variables(
+        settings, plan(node(1), per_node=2), [facts(1)] * 2, MEET
+    )
     assert [var.name for var in first] == [var.name for var in second]
     assert [var.name for var in first][-3:] == ["B", "A", "C"]
 
 
 def test_nccl_writes_down_its_network_where_gpus_talk_between_nodes() -> None:
     two = plan(node(1, gpu=1), node(2, gpu=1), per_node=1)
-    asked = job(backend=Backend("nccl"))
+    settings = job(backend=Backend("nccl"))
     names = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
-    values, _ = planned(asked, two, facts(1, gpus=("0",)), facts(2, gpus=("0",)))
+    values, _ = planned(settings, two, facts(1, gpus=("0",)), facts(2, gpus=("0",)))
     assert [own["NCCL_DEBUG"] for own in values] == ["INFO", "INFO"]
     assert [own["NCCL_DEBUG_FILE"].rpartition("/")[2] for own in values] == [
         "rank-0.nccl",
@@ -428,12 +432,12 @@ def test_nccl_writes_down_its_network_where_gpus_talk_between_nodes() -> None:
     ]
 
     theirs = [facts(i, gpus=("0",), environment={"NCCL_DEBUG": "WARN"}) for i in (1, 2)]
-    values, _ = planned(asked, two, *theirs)
+    values, _ = planned(settings, two, *theirs)
     assert not names & set(values[0])
     values, _ = planned(
         job(backend=Backend("nccl"), env={"NCCL_DEBUG": "TRACE"}), two, facts(1), facts(2)
     )
     assert names & set(values[0]) == {"NCCL_DEBUG"}
     for elsewhere in (plan(node(1, gpu=1), per_node=1), plan(node(1), per_node=1)):
-        values, _ = planned(asked, elsewhere, facts(1))
+        values, _ = planned(settings, elsewhere, facts(1))
         assert not names & set(values[0])

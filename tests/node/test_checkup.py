@@ -71,16 +71,16 @@ def test_a_store_that_does_not_answer_times_out() -> None:
 
 
 def test_libraries_run_in_another_process_with_the_ranks_variables() -> None:
-    found = asyncio.run(Checkup().handle(TryLibraries(("gloo",), {"GLOO_SOCKET_IFNAME": "lo"})))
-    assert found == {"gloo": {"addresses": ["127.0.0.1"]}}
+    result = asyncio.run(Checkup().handle(TryLibraries(("gloo",), {"GLOO_SOCKET_IFNAME": "lo"})))
+    assert result == {"gloo": {"addresses": ["127.0.0.1"]}}
 
 
 def test_a_failed_trial_is_an_error_of_each_library() -> None:
-    found = asyncio.run(
+    result = asyncio.run(
         Checkup().handle(TryLibraries(("gloo", "nccl"), {"PYTHONHASHSEED": "nonsense"}))
     )
-    assert found.keys() == {"gloo", "nccl"}
-    assert found["gloo"]["error"]
+    assert result.keys() == {"gloo", "nccl"}
+    assert result["gloo"]["error"]
 
 
 def test_a_host_check(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def nic(
 def test_a_network_card_has_bytes_and_a_rate(tmp_path: Path) -> None:
     nic(tmp_path, "eth0", "100", "200", speed="100000")
     nic(tmp_path, "lo", "5", "5")
-    found = counters.read_counters(tmp_path)
-    assert found == {
+    port_counters = counters.read_counters(tmp_path)
+    assert port_counters == {
         "eth0": {"hca": False, "sent": 100, "received": 200, "rate": 12.5, "active": True}
     }
 
@@ -70,20 +70,24 @@ def test_efa_counts_bytes_elsewhere(tmp_path: Path) -> None:
         hw_counters__rx_bytes="8",
         state="4: ACTIVE",
     )
-    found = counters.read_counters(tmp_path)["rdmap0s6:1"]
-    assert (found["sent"], found["received"], found["rate"]) == (10, 8, 0.0)
+    port_counters = counters.read_counters(tmp_path)["rdmap0s6:1"]
+    assert (port_counters["sent"], port_counters["received"], port_counters["rate"]) == (10, 8, 0.0)
 
 
 def test_a_port_without_counters_or_that_is_down(tmp_path: Path) -> None:
     port = tmp_path / "sys/class/infiniband/mlx5_1/ports/1"
     write(port, counters__port_xmit_data="N/A (no PMA)", rate="10 Gb/sec (4X SDR)", state="1: DOWN")
-    found = counters.read_counters(tmp_path)["mlx5_1:1"]
-    assert (found["sent"], found["received"], found["active"]) == (None, None, False)
+    port_counters = counters.read_counters(tmp_path)["mlx5_1:1"]
+    assert (port_counters["sent"], port_counters["received"], port_counters["active"]) == (
+        None,
+        None,
+        False,
+    )
 
 
 def test_this_machine_can_be_read() -> None:
-    for found in counters.read_counters().values():
-        assert {"hca", "sent", "received", "rate", "active"} <= set(found)
+    for port_counters in counters.read_counters().values():
+        assert {"hca", "sent", "received", "rate", "active"} <= set(port_counters)
 
 
 def test_errors_that_a_port_has_counted(tmp_path: Path) -> None:
@@ -94,5 +98,5 @@ def test_errors_that_a_port_has_counted(tmp_path: Path) -> None:
         counters__link_downed="N/A (no PMA)",
         hw_counters__out_of_sequence="9",
     )
-    found = counters.read_counters(tmp_path)["mlx5_0:1"]
-    assert found["errors"] == {"symbol_error": 3, "out_of_sequence": 9}
+    port_counters = counters.read_counters(tmp_path)["mlx5_0:1"]
+    assert port_counters["errors"] == {"symbol_error": 3, "out_of_sequence": 9}

@@ -42,8 +42,8 @@ def tried(*names: str, **env: str) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         command, env={**own, **path, **env}, capture_output=True, text=True, check=True
     )
-    told: dict[str, dict[str, Any]] = json.loads(done.stdout)
-    return told
+    result: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return result
 
 
 def test_gloo_listens_on_the_interface_of_its_variable() -> None:
@@ -56,42 +56,42 @@ def test_gloo_on_the_loopback_is_seen() -> None:
 
 
 def test_lines_that_gloo_prints_are_skipped() -> None:
-    said = (
+    output = (
         "[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks "
         "is : 0"
     )  # torch 2.8
-    assert dryrun.read_output(f'{said}\n{{"addresses": ["10.0.0.5"]}}\n', "", 0) == {
+    assert dryrun.read_output(f'{output}\n{{"addresses": ["10.0.0.5"]}}\n', "", 0) == {
         "addresses": ["10.0.0.5"]
     }
 
 
 def test_the_error_of_gloo() -> None:
-    found = tried("gloo", GLOO_SOCKET_IFNAME="nosuch0")["gloo"]
-    assert "Unable to find address for: nosuch0" in found["error"]
-    assert "enforce fail" not in found["error"]
+    result = tried("gloo", GLOO_SOCKET_IFNAME="nosuch0")["gloo"]
+    assert "Unable to find address for: nosuch0" in result["error"]
+    assert "enforce fail" not in result["error"]
 
 
 @needs_nccl
 def test_nccl_takes_the_interface_that_is_planned() -> None:
     name, address = outward()
-    found = tried("nccl", NCCL_SOCKET_IFNAME=f"={name}")["nccl"]
-    assert found == {"interface": name, "addresses": [address]}
+    result = tried("nccl", NCCL_SOCKET_IFNAME=f"={name}")["nccl"]
+    assert result == {"interface": name, "addresses": [address]}
 
 
 @needs_nccl
 def test_nccl_uses_the_loopback_when_others_are_excluded() -> None:
     # The trap of many recipes: a list that begins with ^ also ends the built-in exclusion of lo.
     name, _ = outward()
-    found = tried("nccl", NCCL_SOCKET_IFNAME=f"^{name},docker0")["nccl"]
-    assert found == {"interface": "lo", "addresses": ["127.0.0.1"]}
+    result = tried("nccl", NCCL_SOCKET_IFNAME=f"^{name},docker0")["nccl"]
+    assert result == {"interface": "lo", "addresses": ["127.0.0.1"]}
 
 
 @needs_nccl
 def test_the_error_of_nccl_wherever_its_log_goes() -> None:
-    found = tried(
+    result = tried(
         "nccl", NCCL_SOCKET_IFNAME="=nosuch0", NCCL_DEBUG_FILE="/nowhere/log", NCCL_DEBUG="VERSION"
     )["nccl"]
-    assert "no socket interface found" in found["error"]
+    assert "no socket interface found" in result["error"]
 
 
 def test_a_missing_library_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,8 +114,8 @@ LOGS = {
 
 @pytest.mark.parametrize("log", LOGS.values(), ids=LOGS)
 def test_the_bootstrap_line_of_each_nccl_version(log: str) -> None:
-    found = dryrun.read_output('{"addresses": [], "status": 0}', f"NCCL version 2\n{log}\nmore", 0)
-    assert found == {"interface": "eth0", "addresses": ["10.0.0.5"]}
+    result = dryrun.read_output('{"addresses": [], "status": 0}', f"NCCL version 2\n{log}\nmore", 0)
+    assert result == {"interface": "eth0", "addresses": ["10.0.0.5"]}
 
 
 def test_ipv6_is_read_without_brackets_and_scope() -> None:

@@ -340,13 +340,13 @@ def test_the_server_never_touches_cuda_and_names_what_could_not_be_imported(tmp_
 def test_modules_are_imported_before_the_next_fork(tmp_path: Path) -> None:
     node = Node(tmp_path / "f", modules=())
     line = node.dial()
-    found = []
+    counts = []
     for name in ("colorsys", "chunk_that_is_not_there", "colorsys"):
         line.imported(name)
         line.fork(lambda: "colorsys" in sys.modules)
         line.receive(Ended)
-        found.append(line.value())
-    assert found == [True, True, True]
+        counts.append(line.value())
+    assert counts == [True, True, True]
     node.close()
 
 
@@ -462,8 +462,8 @@ def save_in_a_rank(line: Any, folder: Path) -> None:
         time.sleep(300)
 
     line.fork(job, env={"RANK": "0", "RAYDIST_CHECKPOINTS": str(folder)})
-    while b'"save"' not in (told := line.events.recv(PACKET)):
-        assert told, line.log()
+    while b'"save"' not in (message := line.events.recv(PACKET)):
+        assert message, line.log()
 
 
 def test_the_last_state_is_written_where_the_kernel_refuses_a_process(
@@ -658,7 +658,7 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
     async def main() -> list[tuple[int, int, int]]:
         client = await ForkClient.connect(tmp_path)
         server, _ = listener.accept()
-        found = []
+        processes = []
         for serial in range(1, 6):
             server.send(encode(Ended(77, 0, 0, 1.0)))  # a writer's, which nobody waits for
             server.send(b"what?")
@@ -671,10 +671,10 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
             if not serial % 2:
                 server.send(encode(Ended(77, serial, 0, 1.0, serial)))
             end = await asyncio.wait_for(ended, 5)
-            found.append((pid, end.code, len(client._ends) + len(client._began)))
+            processes.append((pid, end.code, len(client._ends) + len(client._began)))
         server.close()
         await client.close()
-        return found
+        return processes
 
     assert asyncio.run(main()) == [(77, serial, 0) for serial in range(1, 6)]
     listener.close()
@@ -729,9 +729,9 @@ def test_a_reply_belongs_to_its_request_whatever_the_order(tmp_path: Path) -> No
         for name in ("d", "b", "c"):
             server.send(numbered(numbers[name], encode(Warm({name: "no"}))))
         server.close()
-        told = await asyncio.gather(*asking, return_exceptions=True)
+        replies = await asyncio.gather(*asking, return_exceptions=True)
         await client.close()
-        return [each.failed if isinstance(each, Warm) else type(each) for each in told]
+        return [each.failed if isinstance(each, Warm) else type(each) for each in replies]
 
     assert asyncio.run(main()) == [OSError, asyncio.CancelledError, {"c": "no"}, {"d": "no"}]
     listener.close()

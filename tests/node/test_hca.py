@@ -14,14 +14,14 @@ from tests.machines import Box, Card, Link, build
 
 
 def test_a_dgx_has_its_twelve_hcas_in_order_with_their_places(tmp_path: Path) -> None:
-    found = hca.read_hcas(build(tmp_path, machines.dgx()))
-    assert [one.name for one in found] == [
+    hcas = hca.read_hcas(build(tmp_path, machines.dgx()))
+    assert [one.name for one in hcas] == [
         f"mlx5_{i}" for i in range(12)
     ]  # not mlx5_10 after mlx5_1
-    assert found[5].pci == "pci0050:00/0050:00:01.0/0051:00:00.0/0052:00:00.0/0053:00:00.0"
-    assert (found[5].numa, found[5].vendor, found[5].board, found[5].firmware) == (
+    assert hcas[5].pci == "pci0050:00/0050:00:01.0/0051:00:00.0/0052:00:00.0/0053:00:00.0"
+    assert (hcas[5].numa, hcas[5].vendor, hcas[5].board, hcas[5].firmware) == (
         1, "0x15b3", "MT_0000000838", "28.43.1014")  # fmt: skip
-    (port,) = found[5].ports
+    (port,) = hcas[5].ports
     assert (port.state, port.phys_state, port.gbps, port.link_layer) == (
         "ACTIVE",
         "LinkUp",
@@ -33,15 +33,15 @@ def test_a_dgx_has_its_twelve_hcas_in_order_with_their_places(tmp_path: Path) ->
     assert port.sm_lid == 1
     assert [gid.index for gid in port.gids] == [0]
     assert all(
-        one.openable and one.uverbs == f"/dev/infiniband/uverbs{i}" for i, one in enumerate(found)
+        one.openable and one.uverbs == f"/dev/infiniband/uverbs{i}" for i, one in enumerate(hcas)
     )
 
 
 def test_the_gpus_of_a_dgx_and_where_they_hang(tmp_path: Path) -> None:
-    found = hca.read_gpus(build(tmp_path, machines.dgx()))
-    assert [one.bdf for one in found] == [f"00{i}4:00:00.0" for i in range(8)]
-    assert found[6].pci.startswith("pci0060:00/0060:00:01.0/0061:00:00.0/")
-    assert (found[6].numa, found[6].model) == (1, "NVIDIA H100 80GB HBM3")
+    hcas = hca.read_gpus(build(tmp_path, machines.dgx()))
+    assert [one.bdf for one in hcas] == [f"00{i}4:00:00.0" for i in range(8)]
+    assert hcas[6].pci.startswith("pci0060:00/0060:00:01.0/0061:00:00.0/")
+    assert (hcas[6].numa, hcas[6].model) == (1, "NVIDIA H100 80GB HBM3")
 
 
 def test_the_mig_instances_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,23 +105,23 @@ def test_counters_that_read_not_available_are_none(tmp_path: Path) -> None:
 
 
 def test_efa_has_an_unknown_link_layer(tmp_path: Path) -> None:
-    found = hca.read_hcas(build(tmp_path, machines.efa_box()))
-    assert [one.name for one in found] == [f"rdmap{i}s0" for i in range(4)]
-    assert {(one.vendor, one.ports[0].link_layer) for one in found} == {("0x1d0f", "Unknown")}
+    hcas = hca.read_hcas(build(tmp_path, machines.efa_box()))
+    assert [one.name for one in hcas] == [f"rdmap{i}s0" for i in range(4)]
+    assert {(one.vendor, one.ports[0].link_layer) for one in hcas} == {("0x1d0f", "Unknown")}
 
 
 def test_a_container_sees_hcas_that_it_may_not_open(tmp_path: Path) -> None:
-    found = hca.read_hcas(build(tmp_path, replace(machines.dgx(), nodes=False)))
-    assert len(found) == 12
-    assert not any(one.openable for one in found)
-    assert found[0].uverbs == "/dev/infiniband/uverbs0"
+    hcas = hca.read_hcas(build(tmp_path, replace(machines.dgx(), nodes=False)))
+    assert len(hcas) == 12
+    assert not any(one.openable for one in hcas)
+    assert hcas[0].uverbs == "/dev/infiniband/uverbs0"
 
 
 def test_libraries_and_drivers_of_user_space(tmp_path: Path) -> None:
-    found = hca.read_rdma({}, build(tmp_path / "dgx", machines.dgx()))
-    assert found.libibverbs == "/usr/lib/x86_64-linux-gnu/libibverbs.so.1"
-    assert found.providers == ("mlx5",)
-    assert (found.peermem, found.dmabuf) == (False, True)
+    hcas = hca.read_rdma({}, build(tmp_path / "dgx", machines.dgx()))
+    assert hcas.libibverbs == "/usr/lib/x86_64-linux-gnu/libibverbs.so.1"
+    assert hcas.providers == ("mlx5",)
+    assert (hcas.peermem, hcas.dmabuf) == (False, True)
     bare = hca.read_rdma({}, build(tmp_path / "plain", machines.plain_box()))
     assert (bare.libibverbs, bare.providers, bare.dmabuf) == ("", (), False)
 
@@ -129,8 +129,8 @@ def test_libraries_and_drivers_of_user_space(tmp_path: Path) -> None:
 def test_libraries_on_the_loaders_path_and_providers_beside_them(tmp_path: Path) -> None:
     machines.write(tmp_path / "opt/rdma/libibverbs.so.1", "")
     machines.write(tmp_path / "opt/rdma/libibverbs/libmlx5-rdmav34.so", "")
-    found = hca.read_rdma({"LD_LIBRARY_PATH": "/nowhere:/opt/rdma"}, tmp_path)
-    assert (found.libibverbs, found.providers) == ("/opt/rdma/libibverbs.so.1", ("mlx5",))
+    hcas = hca.read_rdma({"LD_LIBRARY_PATH": "/nowhere:/opt/rdma"}, tmp_path)
+    assert (hcas.libibverbs, hcas.providers) == ("/opt/rdma/libibverbs.so.1", ("mlx5",))
 
 
 def test_gpudirect_needs_the_module_or_an_open_driver_on_a_new_kernel(tmp_path: Path) -> None:

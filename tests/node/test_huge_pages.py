@@ -40,9 +40,9 @@ can_collapse = pytest.mark.skipif(
 
 def huge(rollup: str) -> int:
     """Bytes in huge pages, as /proc/PID/smaps_rollup says."""
-    found = re.search(r"AnonHugePages: +(\d+) kB", rollup)
-    assert found
-    return int(found[1]) * 1024
+    match = re.search(r"AnonHugePages: +(\d+) kB", rollup)
+    assert match
+    return int(match[1]) * 1024
 
 
 def huge_of(pid: int) -> int:

@@ -63,16 +63,16 @@ def obtain(keep_s: float = 60, threads: int = 1, **env: str) -> ForkServer:
 
 def known(server: ForkServer) -> KeptServer:
     """What its folder says of a server, once it has begun."""
-    found: list[KeptServer] = []
+    servers: list[KeptServer] = []
 
     def there() -> bool:
-        found[:] = [
+        servers[:] = [
             each for each in kept_server.kept_servers() if each.folder == str(server.folder)
         ]
-        return bool(found)
+        return bool(servers)
 
     wait_until(there)
-    return found[0]
+    return servers[0]
 
 
 def waits() -> bool:

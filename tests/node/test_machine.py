@@ -15,45 +15,45 @@ from tests.machines import Box, build
 
 
 def test_limits_of_this_process() -> None:
-    found = machine.read_limits()
+    limits = machine.read_limits()
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    assert found.memlock == (-1 if soft == resource.RLIM_INFINITY else soft)
-    assert found.nofile == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert found.shm == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+    assert limits.memlock == (-1 if soft == resource.RLIM_INFINITY else soft)
+    assert limits.nofile == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert limits.shm == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
 
 
 def test_limits_of_a_container(tmp_path: Path) -> None:
-    told = (
+    text = (
         "Max open files            1024  4096  files\nMax locked memory         65536  65536  bytes"
     )
     root = build(
         tmp_path,
-        Box(files={"proc/self/limits": told, "proc/self/status": "CapEff:\t0000000000004000"}),
+        Box(files={"proc/self/limits": text, "proc/self/status": "CapEff:\t0000000000004000"}),
     )
-    found = machine.read_limits(root)
-    assert (found.memlock, found.nofile, found.ipc_lock) == (65536, 1024, True)
+    limits = machine.read_limits(root)
+    assert (limits.memlock, limits.nofile, limits.ipc_lock) == (65536, 1024, True)
     assert not machine.read_limits(build(tmp_path / "plain", Box())).ipc_lock
     assert machine.read_limits(tmp_path / "plain").memlock == -1
 
 
 def test_nothing_there_is_nothing_known(tmp_path: Path) -> None:
-    found = machine.read_limits(tmp_path)
-    assert (found.memlock, found.nofile, found.ipc_lock, found.shm) == (None, None, False, None)
+    limits = machine.read_limits(tmp_path)
+    assert (limits.memlock, limits.nofile, limits.ipc_lock, limits.shm) == (None, None, False, None)
     assert machine.machine("a", {}, tmp_path) == Machine()
 
 
 def test_kernel_driver_cloud_and_container(tmp_path: Path) -> None:
     files = {"proc/driver/nvidia/version": machines.OPEN_DRIVER, "sys/class/dmi/id/sys_vendor": "Amazon EC2",
              ".dockerenv": "", "sys/class/iommu/dmar0/x": ""}  # fmt: skip
-    found = machine.machine("a", {}, build(tmp_path, Box(files=files)))
-    assert (found.kernel, found.driver, found.cloud) == (
+    result = machine.machine("a", {}, build(tmp_path, Box(files=files)))
+    assert (result.kernel, result.driver, result.cloud) == (
         "6.8.0-45-generic",
         "570.86.15",
         "Amazon EC2",
     )
-    assert found.container
-    assert found.iommu
-    assert found.boot_id == "8f1c0a32-0000-4000-8000-000000000001"
+    assert result.container
+    assert result.iommu
+    assert result.boot_id == "8f1c0a32-0000-4000-8000-000000000001"
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_file_servers_of_lustre_and_nfs() -> None:
 def test_plug_ins_of_a_vendors_image_and_on_the_loaders_path(tmp_path: Path) -> None:
     root = build(tmp_path, machines.efa_box())
     machines.write(root / "opt/site/libnccl-net-own.so", "")
-    found = machine.machine("a", {"LD_LIBRARY_PATH": "/opt/site"}, root).plugins
-    assert found == ("/opt/site/libnccl-net-own.so", "/opt/amazon/ofi-nccl/lib/libnccl-net.so")
+    plugins = machine.machine("a", {"LD_LIBRARY_PATH": "/opt/site"}, root).plugins
+    assert plugins == ("/opt/site/libnccl-net-own.so", "/opt/amazon/ofi-nccl/lib/libnccl-net.so")
     assert machine.machine("a", {}, build(tmp_path / "p", machines.plain_box())).plugins == ()
 
 

@@ -66,8 +66,8 @@ def test_a_launch_agent_ends_as_its_daemon_does() -> None:
         await agent.handle(
             EndLaunchAgent(daemon.agent, ProcessEnd(3, 0, 0.0, output="no such file\n"))
         )
-        _, said = await launched.communicate()
-        assert (launched.returncode, said) == (3, b"no such file\n")
+        _, output = await launched.communicate()
+        assert (launched.returncode, output) == (3, b"no such file\n")
 
     with_agent(work)
 
@@ -76,8 +76,8 @@ def test_a_launch_agent_ends_as_its_daemon_does() -> None:
 def test_a_process_without_the_secret_is_refused(words: tuple[str, ...]) -> None:
     async def work(agent: MpiRankAgent) -> None:
         stranger = await child(agent, *words, secret="b" * 64, PMI_RANK="0")
-        _, said = await stranger.communicate()
-        assert (stranger.returncode, said) == (1, b"raydist: this is not mpirun's child\n")
+        _, output = await stranger.communicate()
+        assert (stranger.returncode, output) == (1, b"raydist: this is not mpirun's child\n")
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(agent.next_daemons(), 0.2)
 

@@ -60,9 +60,9 @@ def test_the_kind_and_version_of_mpirun(
 ) -> None:
     path = program(tmp_path / "bin/mpirun", f"cat <<'END'\n{SAID[known]}END")
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    found = mpi_install.find_mpirun("auto")
-    assert (f"{found.kind} {found.version}", found.mpirun) == (known, str(path))
-    assert mpi_install.find_mpirun(str(path)) == found
+    mpirun = mpi_install.find_mpirun("auto")
+    assert (f"{mpirun.kind} {mpirun.version}", mpirun.mpirun) == (known, str(path))
+    assert mpi_install.find_mpirun(str(path)) == mpirun
 
 
 def test_an_unknown_and_a_missing_mpirun_are_refused(tmp_path: Path) -> None:

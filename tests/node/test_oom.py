@@ -140,19 +140,19 @@ def small() -> Iterator[Path]:
     own = oom.memory_cgroup("self", Path("/"))
     if own is None or os.geteuid() != 0:
         pytest.skip("a memory cgroup is made by root, where the controller is mounted")
-    made = own / f"raydist-{os.getpid()}"
+    group = own / f"raydist-{os.getpid()}"
     try:
-        made.mkdir()
+        group.mkdir()
         limit = next(
-            made / name
+            group / name
             for name in ("memory.max", "memory.limit_in_bytes")
-            if (made / name).exists()
+            if (group / name).exists()
         )
         limit.write_text(str(900 << 20))
     except (OSError, StopIteration):
         pytest.skip("this machine does not allow memory limits of cgroups")
-    yield made
-    made.rmdir()
+    yield group
+    group.rmdir()
 
 
 @pytest.mark.root

@@ -68,8 +68,8 @@ def odd_server(answers: Sequence[bytes]) -> Iterator[Peer]:
         thread.join()
 
 
-def reply(said: bytes, at: float = 0.0) -> bytes:
-    return peers.CLOCK.pack(at) + said
+def reply(data: bytes, at: float = 0.0) -> bytes:
+    return peers.CLOCK.pack(at) + data
 
 
 def test_a_call_to_a_node_that_listens_is_fine_and_timed() -> None:
@@ -96,9 +96,9 @@ def test_a_slow_peer_shows_in_the_round_trip() -> None:
 
 
 def test_without_the_secret_there_is_no_answer() -> None:
-    async def say(peer: Peer, said: bytes) -> bytes:
+    async def say(peer: Peer, data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*peer)
-        writer.write(peers.LENGTH.pack(len(said)) + said)
+        writer.write(peers.LENGTH.pack(len(data)) + data)
         try:
             return await reader.read()
         except ConnectionResetError:  # it did not even read all
@@ -115,9 +115,9 @@ def test_a_short_request_without_the_secret_gets_no_reply() -> None:
     """As short as it, or shorter, so that it is the words that are refused, and not their
     length."""
 
-    async def say(peer: Peer, said: bytes) -> bytes:
+    async def say(peer: Peer, data: bytes) -> bytes:
         reader, writer = await asyncio.open_connection(*peer)
-        writer.write(peers.LENGTH.pack(len(said)) + said)
+        writer.write(peers.LENGTH.pack(len(data)) + data)
         return await asyncio.wait_for(reader.read(peers.CLOCK.size), PATIENCE)
 
     for wrong in (b"x" * len(SECRET), SECRET[:-1], SECRET[:-1] + b"x", b""):
@@ -130,9 +130,9 @@ def test_what_comes_in_pieces_or_is_too_long_does_no_harm() -> None:
         for byte in peers.LENGTH.pack(len(SECRET)) + SECRET:
             writer.write(bytes([byte]))
             await asyncio.sleep(0)
-        heard = await reader.readexactly(peers.CLOCK.size + len(SECRET))
+        clock = await reader.readexactly(peers.CLOCK.size + len(SECRET))
         writer.write(peers.LENGTH.pack(peers.PAYLOAD + 1))
-        return heard[peers.CLOCK.size :], await reader.read()
+        return clock[peers.CLOCK.size :], await reader.read()
 
     assert with_listener(piecemeal) == (SECRET, b"")
 
@@ -215,7 +215,7 @@ NODES = 200
 
 
 def some_of_the_nodes(
-    sockets: Sequence[socket.socket], own: range, others: Barrier, told: Connection
+    sockets: Sequence[socket.socket], own: range, others: Barrier, results: Connection
 ) -> None:
     """The nodes of one process: each answers on its socket, and calls all 200."""
 
@@ -238,8 +238,8 @@ def some_of_the_nodes(
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (most, most)
     )  # an ordinary user's first limit is 1024
-    found = asyncio.run(go())
-    told.send((Counter(trip.kind for trip in found), sum(trip.rtt_s > 0 for trip in found)))
+    trips = asyncio.run(go())
+    results.send((Counter(trip.kind for trip in trips), sum(trip.rtt_s > 0 for trip in trips)))
 
 
 def test_200_nodes_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +262,10 @@ def test_200_nodes_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None
         process.start()
     for one in sockets:
         one.close()
-    told = [hears.recv() for hears, _ in pipes]
+    results = [hears.recv() for hears, _ in pipes]
     for process in processes:
         process.join()
-    assert told == [({"fine": NODES * NODES // 2}, (NODES - 1) * NODES // 2)] * 2
+    assert results == [({"fine": NODES * NODES // 2}, (NODES - 1) * NODES // 2)] * 2
 
 
 def test_patience_grows_with_the_nodes_that_may_all_be_silent() -> None:

@@ -30,10 +30,10 @@ def test_each_address_of_this_machine_is_found_on_its_interface() -> None:
     for name, own in probe.interfaces().items():
         for address in own:
             if not address.startswith("fe80"):  # the same link-local address may be on several
-                found = probe.read_facts(address)
-                assert address in found.interfaces[found.interface]
-                assert found.address == address
-                assert name in found.interfaces
+                facts = probe.read_facts(address)
+                assert address in facts.interfaces[facts.interface]
+                assert facts.address == address
+                assert name in facts.interfaces
 
 
 def test_the_kernel_knows_the_same_interfaces() -> None:
@@ -58,7 +58,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize(
-    ("ip", "asked", "interface", "address"),
+    ("ip", "setting", "interface", "address"),
     [
         ("10.0.0.5", None, "eth0", "10.0.0.5"),
         ("10.82.0.5", None, "ib0", "10.82.0.5"),
@@ -76,9 +76,9 @@ KNOWN = {
     ],
 )
 def test_the_interface_is_the_owner_of_the_address_or_the_one_asked_for(
-    ip: str, asked: str | None, interface: str, address: str
+    ip: str, setting: str | None, interface: str, address: str
 ) -> None:
-    assert probe.choose_interface(KNOWN, ip, asked) == (interface, address)
+    assert probe.choose_interface(KNOWN, ip, setting) == (interface, address)
 
 
 def test_an_interface_that_is_not_there_is_refused_with_the_nearest() -> None:

@@ -85,9 +85,9 @@ class FakeGroup:
         return set(node_ids) - self.cut
 
     def recorded_end(self, rank: int) -> Future[Any]:
-        found: Future[Any] = Future()
-        found.set_result(self.recorded.get(rank))
-        return found
+        reply: Future[Any] = Future()
+        reply.set_result(self.recorded.get(rank))
+        return reply
 
     def keep_value(self, rank: int, value: Any) -> None:
         self.values[rank] = value
@@ -118,9 +118,9 @@ class Trial:
         self.logs = folder / "logs"
         self.seen: list[Event] = []
         self.events = Events(folder / "events.jsonl", (self.seen.append,))
-        typed = replace(job(ranks), script=script)
+        settings = replace(job(ranks), script=script)
         self.supervisor = Supervisor(
-            cast("WorkerGroup", self.group), self.events, self.logs, typed, retry
+            cast("WorkerGroup", self.group), self.events, self.logs, settings, retry
         )
         self.ahead: dict[int, float] = {}
         """By rank: the seconds by which the clock of its node is ahead of the driver's."""
@@ -161,8 +161,8 @@ class Trial:
         self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any
     ) -> None:
         """The agent of this rank answers that its process is gone."""
-        told = any(rank in ranks for ranks, _ in self.group.stops)
-        end = RankEnd(code, signum, self.now(rank), step=step, phase="forward", told=told)
+        stopped = any(rank in ranks for ranks, _ in self.group.stops)
+        end = RankEnd(code, signum, self.now(rank), step=step, phase="forward", told=stopped)
         self.answer(rank, *events, step=step, end=replace(end, **more))
 
     def fail(self, rank: int, error: Exception) -> None:

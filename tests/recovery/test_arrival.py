@@ -47,11 +47,11 @@ def report(step: int | None) -> dict[str, Any]:
 def test_the_first_new_step_ends_a_restart(
     attempt: Attempt, events: list[dict[str, Any]], cost: Any
 ) -> None:
-    found = RestartCost(Retry((attempt,)))
-    costs = [facts for event in events if (facts := found.add(0, event))]
-    told = [(facts["step"], facts["s"], facts["repeated"], facts["resized"]) for facts in costs]
-    assert told == ([cost] if cost else [])
-    assert found.add(0, report(11)) is None or not cost  # once
+    arrival = RestartCost(Retry((attempt,)))
+    costs = [facts for event in events if (facts := arrival.add(0, event))]
+    result = [(facts["step"], facts["s"], facts["repeated"], facts["resized"]) for facts in costs]
+    assert result == ([cost] if cost else [])
+    assert arrival.add(0, report(11)) is None or not cost  # once
 
 
 def test_only_rank_0_counts() -> None:

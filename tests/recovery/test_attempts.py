@@ -109,23 +109,23 @@ class Rig:
 def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
     seen: list[Event] = []
     events = Events(folder / "e", (seen.append,))
-    made, todo = (
+    attempt, todo = (
         Rig(Attempts(replace(JOB, dir=str(folder)), None, events), events, seen, [], []),
         iter(ends),
     )
 
     def run(*given: Any) -> Attempt:
-        made.retries.append(given[-1])
+        attempt.retries.append(given[-1])
         return next(todo)
 
     def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool) -> Retry | GiveUp:
-        made.decisions.append(choose(rule, past, replaceable))
-        return made.decisions[-1]
+        attempt.decisions.append(choose(rule, past, replaceable))
+        return attempt.decisions[-1]
 
     choose = policy.decide
     patch.setattr(attempts, "run_attempt", run)
     patch.setattr(policy, "decide", decide)
-    return made
+    return attempt
 
 
 def test_a_good_attempt_is_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,8 +310,8 @@ def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
     if written:
         writer.start()
     assert it.history.concluded() is it.history.outcome
-    told = [(each["kind"], each.get("step"), each.get("text")) for each in it.seen]
-    assert told == [("saved", 7, None) if written else ("warning", None, "no agent answers")]
+    events = [(each["kind"], each.get("step"), each.get("text")) for each in it.seen]
+    assert events == [("saved", 7, None) if written else ("warning", None, "no agent answers")]
 
 
 @pytest.mark.parametrize("held", [-1, 7, 9, None])

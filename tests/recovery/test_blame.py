@@ -408,8 +408,8 @@ def attempts() -> dict[str, list[End]]:
         timeout=120,
         check=True,
     )
-    told = run.stdout.splitlines()[-1]  # the gloo of torch 2.8 speaks before
-    return {how: [as_end(**facts) for facts in ends] for how, ends in json.loads(told).items()}
+    output = run.stdout.splitlines()[-1]  # the gloo of torch 2.8 speaks before
+    return {how: [as_end(**facts) for facts in ends] for how, ends in json.loads(output).items()}
 
 
 def as_end(code: int, signal: int, type: str = "", **facts: Any) -> End:

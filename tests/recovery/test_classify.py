@@ -47,7 +47,7 @@ def report(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
     return RankEnd(code, signum, 100.0, step=8, phase="forward", **more)
 
 
-def told(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
+def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
     """The same of a rank that its agent was told to stop before it failed."""
     return report(code, signum, told=True, **more)
 
@@ -59,38 +59,38 @@ def told(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (report(3), RANK, AttemptRecord(), "exited", 100),
         (report(signum=9), RANK, AttemptRecord(), "killed", 100),
         # a stop explains a signal or a code, not a good end
-        (told(signum=9), RANK, AttemptRecord(), "stopped", 100),
-        (told(1), RANK, AttemptRecord(), "stopped", 100),
-        (told(), RANK, AttemptRecord(), "finished", 100),
+        (stopped(signum=9), RANK, AttemptRecord(), "stopped", 100),
+        (stopped(1), RANK, AttemptRecord(), "stopped", 100),
+        (stopped(), RANK, AttemptRecord(), "finished", 100),
         # an exception counts from when it was raised, whatever became of the process
         (report(1), replace(RANK, raised=RAISED), AttemptRecord(), "raised", 90),
-        (told(signum=9), replace(RANK, raised=RAISED), AttemptRecord(), "raised", 90),
+        (stopped(signum=9), replace(RANK, raised=RAISED), AttemptRecord(), "raised", 90),
         (report(), replace(RANK, raised=RAISED), AttemptRecord(hang=HANG), "raised", 90),
         # so does one in an error file, if the process failed
         (report(1, error=RecordedError("KeyError", "x", "")), RANK, AttemptRecord(), "raised", 100),
         (report(0, error=RecordedError("KeyError", "x", "")), RANK, AttemptRecord(), "finished", 100),
         # a hang is the end of its culprits, since they fell silent
-        (told(signum=9), RANK, AttemptRecord(hang=HANG), "hung", 80),
-        (told(signum=9), RANK, AttemptRecord(hang=NOBODYS_HANG), "hung", 80),
-        (told(signum=9), RANK, AttemptRecord(hang=OTHER_HANG), "stopped", 100),
-        (told(signum=9), RANK, AttemptRecord(hang=HANG, signalled=True), "stopped", 100),
+        (stopped(signum=9), RANK, AttemptRecord(hang=HANG), "hung", 80),
+        (stopped(signum=9), RANK, AttemptRecord(hang=NOBODYS_HANG), "hung", 80),
+        (stopped(signum=9), RANK, AttemptRecord(hang=OTHER_HANG), "stopped", 100),
+        (stopped(signum=9), RANK, AttemptRecord(hang=HANG, signalled=True), "stopped", 100),
         # while the ranks of a hang are stopped, the last ones lose their peers; before it, that is
         # how they end
-        (told(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=HANG), "hung", 80),
-        (told(1, error=RecordedError("RuntimeError", CLOSED, "")), RANK, AttemptRecord(hang=HANG), "hung", 80),
-        (told(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=OTHER_HANG), "stopped", 100),
-        (told(signum=9), replace(RANK, raised=LOST_PEER | {"t": 70.0}), AttemptRecord(hang=HANG), "raised", 70),
+        (stopped(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=HANG), "hung", 80),
+        (stopped(1, error=RecordedError("RuntimeError", CLOSED, "")), RANK, AttemptRecord(hang=HANG), "hung", 80),
+        (stopped(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=OTHER_HANG), "stopped", 100),
+        (stopped(signum=9), replace(RANK, raised=LOST_PEER | {"t": 70.0}), AttemptRecord(hang=HANG), "raised", 70),
         # a drain is the end of ranks on drained nodes, once all were stopped
-        (told(signum=9), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
-        (told(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
-        (told(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN), "stopped", 100),
+        (stopped(signum=9), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
+        (stopped(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
+        (stopped(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN), "stopped", 100),
         (report(signum=9), RANK, AttemptRecord(drain=DRAIN), "killed", 100),
-        (told(signum=9), RANK, AttemptRecord(drain=DRAIN, signalled=True), "stopped", 100),
-        (told(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "drained", 100),
+        (stopped(signum=9), RANK, AttemptRecord(drain=DRAIN, signalled=True), "stopped", 100),
+        (stopped(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "drained", 100),
         (report(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "raised", 90),
         # mpirun ends a rank
         (report(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "ended", 100),
-        (told(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "stopped", 100),
+        (stopped(1, by_mpirun=True, lost="a rank failed"), RANK, AttemptRecord(), "stopped", 100),
     ],
 )  # fmt: skip
 def test_each_way_to_end(
@@ -109,7 +109,7 @@ def test_an_exception_keeps_its_own_words_and_step() -> None:
 
 
 def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
-    end = classify_end(told(signum=9), RANK, AttemptRecord(hang=HANG))
+    end = classify_end(stopped(signum=9), RANK, AttemptRecord(hang=HANG))
     assert (end.message, end.traceback) == (
         HANG.diagnosis.text,
         'File "/home/me/train.py", line 31, in job',
@@ -117,9 +117,9 @@ def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
 
 
 def test_a_drained_rank_uses_up_no_restart() -> None:
-    end = classify_end(told(signum=9), RANK, AttemptRecord(drain=DRAIN))
+    end = classify_end(stopped(signum=9), RANK, AttemptRecord(drain=DRAIN))
     assert (end.preempted, end.message) == (True, DRAIN.text)
-    assert not classify_end(told(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN)).preempted
+    assert not classify_end(stopped(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN)).preempted
 
 
 @pytest.mark.parametrize(

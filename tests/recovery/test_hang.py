@@ -188,14 +188,14 @@ def test_ranks_that_report_no_step_and_make_collectives_are_at_work(
     """They were caught between two collectives, and their run was ended as one that hangs."""
     watched.settings = Hang(limit_s=90)
     watched.__post_init__()
-    made = [10, 9]
+    counts = [10, 9]
 
     def waits(rank: int) -> RankActivity:
-        made[rank] += moves
+        counts[rank] += moves
         return replace(
             state("S"),
             stack=stack(*WAITS, *JOB),
-            collectives=[entry(made[rank] - moves)],  # type: ignore[list-item]
+            collectives=[entry(counts[rank] - moves)],  # type: ignore[list-item]
         )
 
     watched.group.replies[Examine] = waits

@@ -198,10 +198,10 @@ def test_ranks_that_compute_are_left_alone() -> None:
 
 def test_a_run_that_is_ended_names_somebody_whatever_was_found() -> None:
     busy = [elsewhere(rank, busy=1.0, phase="forward") for rank in range(2)]
-    found = diagnose(busy)
-    assert (found.text, found.culprits) == ("", ())
-    assert found.final.culprits == (0, 1)
-    assert found.final.text.startswith(
+    verdict = diagnose(busy)
+    assert (verdict.text, verdict.culprits) == ("", ())
+    assert verdict.final.culprits == (0, 1)
+    assert verdict.final.text.startswith(
         "rank 0 on b computes at line 31 of /home/me/train.py, in job (forward); rank 1"
     )
     assert diagnose([waits(0, entry(10)), waits(1, entry(10))]).final.culprits == (0, 1)

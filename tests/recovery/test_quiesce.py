@@ -138,7 +138,7 @@ class Recorder:
         self.plan = planned(2, per_node=1)
         self.sent: list[tuple[int, Request[Any]]] = []
         self._ended = ended
-        self.asked = threading.Event()
+        self.requested = threading.Event()
 
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
         reply: Future[Any] = Future()
@@ -148,7 +148,7 @@ class Recorder:
             reply.set_result({0: 5, 1: 8}[rank])
         self.sent.append((rank, request))
         if len(self.sent) == 4 or (self._ended and len(self.sent) == 2):
-            self.asked.set()
+            self.requested.set()
         return reply
 
 
@@ -184,7 +184,7 @@ def test_fit_is_stopped_after_the_largest_step_that_a_rank_is_making(sooner: boo
     assert not (sooner and one.request())
     assert not one.note(0, event("begin", steps=9))
     assert not (not sooner and one.request())
-    assert group.asked.wait(10)
+    assert group.requested.wait(10)
     assert group.sent == [*HOLD, *AFTER_8]
     assert not one.note(0, event("saved", step=3))
     assert not one.note(1, event("left", step=8))
@@ -196,7 +196,7 @@ def test_a_second_request_asks_nothing_again() -> None:
     one.note(0, event("begin", steps=9))
     one.request()
     one.request()
-    assert group.asked.wait(10)
+    assert group.requested.wait(10)
     assert group.sent == [*HOLD, *AFTER_8]
 
 

@@ -112,9 +112,9 @@ def test_a_size_without_a_range_is_as_it_was() -> None:
 
 def test_a_spare_is_asked_for_and_gets_no_rank() -> None:
     nodes = [node(1), node(2), node(3)]
-    asked = placement.resources_for(job(nodes=2, per_node=2, spares=1), nodes)
-    assert (asked.world_size, len(asked.bundles)) == (4, 3)
-    plan = placement.assign_ranks(asked, nodes)
+    request = placement.resources_for(job(nodes=2, per_node=2, spares=1), nodes)
+    assert (request.world_size, len(request.bundles)) == (4, 3)
+    plan = placement.assign_ranks(request, nodes)
     assert [slot.node.host for slot in plan.slots] == ["node-1", "node-1", "node-2", "node-2"]
     assert [spare.host for spare in plan.spares] == ["node-3"]
     assert plan.as_event()["spares"] == [{"host": "node-3", "ip": "10.0.0.3", "node": node(3).id}]
@@ -236,22 +236,22 @@ def test_more_nodes_are_no_failure_and_use_up_none() -> None:
 def test_a_step_keeps_its_samples_and_no_pass_takes_more_than_at_first(
     first: int, ranks: int, accumulate: int, batch: int
 ) -> None:
-    typed = replace(
+    settings = replace(
         job(nodes=1, max_nodes=9), data=Data(batch_size=batch), train=Train(accumulate=accumulate)
     )
-    made = attempts.sized(typed, first, ranks, 1)
-    assert made.data.global_batch == batch * accumulate * first
-    if made.data.global_batch >= ranks:
-        passes = made.train.accumulate * ranks
-        assert made.data.global_batch >= passes
+    resized = attempts.sized(settings, first, ranks, 1)
+    assert resized.data.global_batch == batch * accumulate * first
+    if resized.data.global_batch >= ranks:
+        passes = resized.train.accumulate * ranks
+        assert resized.data.global_batch >= passes
         no_more = (
-            passes + ranks > made.data.global_batch
+            passes + ranks > resized.data.global_batch
         )  # of another pass somebody would get nothing
-        assert no_more or math.ceil(made.data.global_batch / passes) <= batch
-    assert attempts.sized(made, first, first, 1).data == made.data
+        assert no_more or math.ceil(resized.data.global_batch / passes) <= batch
+    assert attempts.sized(resized, first, first, 1).data == resized.data
     assert (
-        attempts.sized(replace(typed, data=Data(resize="scale")), first, ranks, 1).train
-        == typed.train
+        attempts.sized(replace(settings, data=Data(resize="scale")), first, ranks, 1).train
+        == settings.train
     )
     assert attempts.sized(job(nodes=2), first, ranks, 1) == job(nodes=2)
 
@@ -265,10 +265,15 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
     samples = range(999)
 
     def portion(job: Job, ranks: int) -> tuple[int, int]:
-        made = attempts.sized(job, 8, ranks, 4)
+        resized = attempts.sized(job, 8, ranks, 4)
         parts = mesh_shape(job.parallel, ranks, 4).data
         order = data.order(
-            samples, made.data, accumulate=made.train.accumulate, rank=0, world_size=parts, seed=3
+            samples,
+            resized.data,
+            accumulate=resized.train.accumulate,
+            rank=0,
+            world_size=parts,
+            seed=3,
         )
         return order.portion, order.global_batch
 
@@ -277,7 +282,7 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
 
 
 @pytest.mark.parametrize(
-    ("division", "said"),
+    ("division", "text"),
     [
         ("parallel.tp=4", ""),
         ("parallel.pp=2", "10 parts of the ranks"),
@@ -285,13 +290,13 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
     ],
 )
 def test_the_least_batch_of_an_elastic_run_counts_ranks_with_samples_of_their_own(
-    division: str, said: str
+    division: str, text: str
 ) -> None:
     words = ["job=gpt", "data.global_batch=5", "scale=1..5x4", division]
-    if not said:
+    if not text:
         compose(words)
         return
-    with pytest.raises(ConfigError, match=f"5 samples per step are too few for {said};"):
+    with pytest.raises(ConfigError, match=f"5 samples per step are too few for {text};"):
         compose(words)
 
 

@@ -23,7 +23,7 @@ from raydist.shared.events import read_events
 HOSTS = ["a", "a", "b", "b"]
 
 
-def told(*own_ms: float, step_ms: float = 100, steps: int = 64) -> dict[int, Own]:
+def paces(*own_ms: float, step_ms: float = 100, steps: int = 64) -> dict[int, Own]:
     return {rank: (steps, own / 1e3, step_ms / 1e3) for rank, own in enumerate(own_ms)}
 
 
@@ -38,11 +38,11 @@ def told(*own_ms: float, step_ms: float = 100, steps: int = 64) -> dict[int, Own
     ],
 )
 def test_who_is_slow(own: tuple[float, ...], slow: list[int]) -> None:
-    assert [each.rank for each in slower(told(*own), HOSTS, 10)] == slow
+    assert [each.rank for each in slower(paces(*own), HOSTS, 10)] == slow
 
 
 def test_steps_of_microseconds_are_not_worth_a_word() -> None:
-    assert not slower(told(0.1, 0.1, 0.1, 0.9, step_ms=1), HOSTS, 10)
+    assert not slower(paces(0.1, 0.1, 0.1, 0.9, step_ms=1), HOSTS, 10)
 
 
 def test_the_median_of_the_others() -> None:
@@ -55,19 +55,19 @@ def test_the_median_of_the_others() -> None:
 
 def looks(stragglers: Stragglers, *own: tuple[float, ...], steps: int = 64) -> list[list[int]]:
     """The ranks named in each look."""
-    found = []
+    result = []
     for number, each in enumerate(own, start=1):
         named: list[int] = []
-        for rank, one in told(*each, steps=number * steps).items():
+        for rank, one in paces(*each, steps=number * steps).items():
             named += [
                 slow.rank for slow in stragglers.note(rank, one, number * CHECK_S + rank * 0.01)
             ]
-        found.append(named)
-    return found
+        result.append(named)
+    return result
 
 
 def test_who_collects_garbage_for_long_is_named_once() -> None:
-    pauses, found = Pauses(HOSTS), []
+    pauses, reported = Pauses(HOSTS), []
     for look in range(12):
         shares = (
             0.01,
@@ -75,11 +75,11 @@ def test_who_collects_garbage_for_long_is_named_once() -> None:
             0.09 if look else 0.0,
             0.2 if look > 6 or look % 2 else 0.0,
         )
-        found += [
+        reported += [
             pauses.note(rank, share, look * CHECK_S + rank * 0.01)
             for rank, share in enumerate(shares)
         ]
-    events = [event for event in found if event]
+    events = [event for event in reported if event]
     assert [[each["rank"] for each in event["ranks"]] for event in events] == [[2], [2, 3]]
     assert events[0]["ranks"][0] == {"rank": 2, "host": "b", "pauses": 0.09}
     assert events[0]["text"].startswith(
@@ -104,18 +104,18 @@ def test_only_who_is_slow_for_long_is_named_and_once() -> None:
 def test_a_run_that_stands_still_tells_nothing_new() -> None:
     stragglers = Stragglers(HOSTS, 10)
     for number in range(20):
-        for rank, own in told(50, 50, 50, 70).items():
+        for rank, own in paces(50, 50, 50, 70).items():
             assert not stragglers.note(rank, own, number * CHECK_S + rank * 0.01)
 
 
 def test_its_words() -> None:
-    (slow,) = slower(told(50, 50, 50, 62), HOSTS, 10)
+    (slow,) = slower(paces(50, 50, 50, 62), HOSTS, 10)
     assert straggler_text([slow]) == (
         "rank 3 on b slows the others: its own work takes 62 ms of a step, the median of the "
         "others 50 ms; "
         "at their pace a step would take 12% less"
     )
-    both = slower(told(50, 50, 50, 50, 50, 62, 62), [*HOSTS, "c", "c", "c"], 10)
+    both = slower(paces(50, 50, 50, 50, 50, 62, 62), [*HOSTS, "c", "c", "c"], 10)
     assert straggler_text(both).startswith("ranks 5-6 on c slow the others: their own work")
 
 
@@ -176,14 +176,14 @@ def test_a_slow_rank_is_named_and_who_waits_for_it_is_not(
     }[how]
     job = compose.compose([*words, "scale=1x2", "checkpoint.every=1000"], claim=True)
     done = run_job(job)
-    (told,) = [
+    (event,) = [
         happened
         for happened in read_events(done.dir / "events.jsonl")
         if happened["kind"] == "slow"
     ]
-    (slow,) = told["ranks"]
+    (slow,) = event["ranks"]
     assert slow["rank"] == 1
     own, step = done.work["1"]
     assert 0.02 < own <= step  # it sleeps 30 ms
     assert done.work["0"][0] < own - 0.01  # and the other, which waits for it, only 10
-    assert done.to_json()["slow"]["text"] == told["text"]
+    assert done.to_json()["slow"]["text"] == event["text"]

@@ -95,8 +95,8 @@ def test_a_rank_with_long_pauses_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         for rank in range(2):
             trial.end(rank)
         assert ways(trial) == ["finished", "finished"]
-    (said,) = trial.kinds("slow")
-    assert [(each["rank"], each["pauses"]) for each in said["ranks"]] == [(1, 0.2)]
+    (pause,) = trial.kinds("slow")
+    assert [(each["rank"], each["pauses"]) for each in pause["ranks"]] == [(1, 0.2)]
 
 
 def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:

@@ -38,22 +38,22 @@ RUN = [
     ids=["whole", "no rendezvous", "no launch", "no run"],
 )  # fmt: skip
 def test_the_parts_are_the_whole(events: list[Event], parts: dict[str, float]) -> None:
-    found = split(events, 100.0, 100.5, 104.0)
-    assert dict(found) == pytest.approx(parts)
-    assert sum(seconds for _, seconds in found) == pytest.approx(4.0)
+    shares = split(events, 100.0, 100.5, 104.0)
+    assert dict(shares) == pytest.approx(parts)
+    assert sum(seconds for _, seconds in shares) == pytest.approx(4.0)
 
 
 def test_a_clock_that_went_back_makes_no_negative_part() -> None:
-    found = split([at(90.0, "run"), at(103.0, "result")], 100.0, 100.5, 104.0)
-    assert dict(found) == pytest.approx({"python": 0.5, "settings": 0, "records": 2.5, "exit": 1.0})
+    parts = split([at(90.0, "run"), at(103.0, "result")], 100.0, 100.5, 104.0)
+    assert dict(parts) == pytest.approx({"python": 0.5, "settings": 0, "records": 2.5, "exit": 1.0})
 
 
 def test_when_a_process_was_started() -> None:
     code = f"from {process_began.__module__} import process_began; print(process_began())"
     for _ in range(3):  # the parts of a second differ
         before = time.time()
-        told = float(
+        started = float(
             subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
         )
-        assert before - 0.02 <= told <= time.time()  # in hundredths
+        assert before - 0.02 <= started <= time.time()  # in hundredths
         time.sleep(0.3)

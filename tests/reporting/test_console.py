@@ -51,12 +51,12 @@ def slots(ranks: int, per_node: int = 8) -> list[dict[str, Any]]:
 
 
 def result(status: str = "finished", **facts: Any) -> Event:
-    told = {
+    event_facts = {
         "status": status, "dir": FOLDER, "world_size": 2, "metrics": {"loss": 0.05, "samples": 6400, "accuracy": 0.978},
         "launch": {"connect": 1.12, "place": 0.03, "first step": 0.2}, "wall_s": 12.34, "goodput": 0.625,
         "throughput": 1234.5, "checkpoint": None, "warnings": [], "signal": 0, "error": "", "failure": "",
     }  # fmt: skip
-    return at(99, "result", **{**told, **facts})
+    return at(99, "result", **{**event_facts, **facts})
 
 
 def a_run() -> list[Event]:

@@ -89,7 +89,7 @@ RESTART = [
 
 
 def test_the_time_between_a_failure_and_the_next_step_is_told_part_by_part() -> None:
-    (found,) = fold_failures([*BROKEN, *RESTART])
+    (only,) = fold_failures([*BROKEN, *RESTART])
     parts = {
         "detect": 0.25,
         "kill": 0.15,
@@ -99,9 +99,9 @@ def test_the_time_between_a_failure_and_the_next_step_is_told_part_by_part() -> 
         "restore": 0.08,
         "first step": 0.2,
     }
-    assert found.parts == pytest.approx(parts)
-    assert sum(found.parts.values()) == pytest.approx(found.s or 0)
-    assert (found.status, found.repeated, found.resumed, found.slot["ip"]) == (
+    assert only.parts == pytest.approx(parts)
+    assert sum(only.parts.values()) == pytest.approx(only.s or 0)
+    assert (only.status, only.repeated, only.resumed, only.slot["ip"]) == (
         "restarted",
         2,
         18,
@@ -111,12 +111,12 @@ def test_the_time_between_a_failure_and_the_next_step_is_told_part_by_part() -> 
 
 def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
     saved = at(10.6, "saved", rank=0, step=16, path="runs/x/checkpoints/step-16", s=0.1)
-    (found,) = fold_failures(
+    (only,) = fold_failures(
         [*BROKEN, saved, at(10.7, "result", status="failed", why_last="enough", failure="…")]
     )
-    assert (found.status, found.repeated, found.why_last) == ("failed", 5, "enough")
-    assert found.parts["save"] == pytest.approx(0.3)
-    text = page(found, "runs/x")
+    assert (only.status, only.repeated, only.why_last) == ("failed", 5, "enough")
+    assert only.parts["save"] == pytest.approx(0.3)
+    text = page(only, "runs/x")
     for words in (
         "not restarted: enough",
         "step 16 is saved, 5 steps after it lost",
@@ -138,16 +138,16 @@ def test_clocks_that_differ_make_no_negative_time() -> None:
         at(10.25, "stop", cause="failure", reason="a rank failed"),
         failure(replace(KILLED, at=T0 + 11)),
     ]
-    assert all(s >= 0 for found in fold_failures([*ahead, *RESTART]) for s in found.parts.values())
+    assert all(s >= 0 for only in fold_failures([*ahead, *RESTART]) for s in only.parts.values())
 
 
-def told(*events: Event) -> str:
-    (found,) = fold_failures(events)
-    return page(found, "runs/x")
+def page_of(*events: Event) -> str:
+    (only,) = fold_failures(events)
+    return page(only, "runs/x")
 
 
 def test_the_page_of_a_restart() -> None:
-    text = told(*BROKEN, *RESTART)
+    text = page_of(*BROKEN, *RESTART)
     for words in (
         "rank 1 on node-7, step 20, in forward: killed by SIGKILL",
         "follow-on: rank 0: RuntimeError: Connection closed by peer",
@@ -197,15 +197,15 @@ def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
 def test_a_restart_for_which_there_was_no_place_is_told_as_that() -> None:
     """And the time went with the wait for one."""
     end = at(40.4, "result", status="failed", failure="gave up after 30 s", why_last="")
-    (found,) = fold_failures([*BROKEN, RESTART[0], end])
-    assert found.parts == pytest.approx({"detect": 0.25, "kill": 0.15, "place": 30.0})
+    (only,) = fold_failures([*BROKEN, RESTART[0], end])
+    assert only.parts == pytest.approx({"detect": 0.25, "kill": 0.15, "place": 30.0})
     assert "restart 1 of at most 3, but Ray could not place all ranks: gave up" in page(
-        found, "runs/x"
+        only, "runs/x"
     )
 
 
 def test_nothing_in_a_page_moves_the_cursor() -> None:
-    assert "\x1b" not in told(*LAUNCH, failure(replace(ECHO, message="\x1b[2Jgone")))
+    assert "\x1b" not in page_of(*LAUNCH, failure(replace(ECHO, message="\x1b[2Jgone")))
 
 
 RAISED = replace(KILLED, how="raised", signal=0, type="ValueError")
@@ -243,7 +243,7 @@ OOM = replace(KILLED, oom="kernel", why="out of memory: the kernel's out-of-memo
 def test_why_that_one_and_what_to_do(
     first: End, others: list[End], reason: str, advice: str
 ) -> None:
-    text = told(*LAUNCH, failure(first, *others))
+    text = page_of(*LAUNCH, failure(first, *others))
     assert reason in text.partition("\nreason\n")[2].partition("\ncost\n")[0]
     assert advice in text.partition("\nadvice\n")[2]
 
@@ -263,19 +263,19 @@ def test_pages_are_written_when_they_are_known_and_none_is_ever_written_over(
         with Events(tmp_path / "events.jsonl", (failures.add, Pages(tmp_path, failures))) as events:
             for happened in BROKEN:
                 events.add({**happened, "pages": used} if happened["kind"] == "run" else happened)
-            made = tmp_path / f"blame-{used + 1}"
-            assert json.loads(made.with_suffix(".json").read_text())["status"] == "running"
+            path = tmp_path / f"blame-{used + 1}"
+            assert json.loads(path.with_suffix(".json").read_text())["status"] == "running"
             for happened in RESTART:
                 events.add(happened)
-            assert json.loads(made.with_suffix(".json").read_text())["status"] == "restarted"
-            assert "resumed after step 18" in made.with_suffix(".txt").read_text()
+            assert json.loads(path.with_suffix(".json").read_text())["status"] == "restarted"
+            assert "resumed after step 18" in path.with_suffix(".txt").read_text()
 
 
 def spent(*events: Event) -> Spent:
-    made = Spent()
+    counter = Spent()
     for happened in events:
-        made.add(happened)
-    return made
+        counter.add(happened)
+    return counter
 
 
 def test_where_the_time_of_a_run_went() -> None:
@@ -305,8 +305,8 @@ def test_a_loop_that_counts_by_itself_is_believed() -> None:
         9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25, "data": 0.125}
     )
     parts = spent(*LAUNCH, at(9.4, "spent", rank=0, what="save", s=0.25), done).parts(10.0, T0 + 10)
-    told = {"steps": 7.0, "evaluation": 0.5, "saves": 0.25, "waiting for data": 0.125}
-    assert {name: parts[name] for name in told} == told
+    expected = {"steps": 7.0, "evaluation": 0.5, "saves": 0.25, "waiting for data": 0.125}
+    assert {name: parts[name] for name in expected} == expected
 
 
 def test_a_launch_after_a_failure_is_part_of_it() -> None:
@@ -314,10 +314,10 @@ def test_a_launch_after_a_failure_is_part_of_it() -> None:
 
 
 def test_failures_know_what_became_of_them_only_when_it_is_known() -> None:
-    (found,) = fold_failures(BROKEN)
-    assert isinstance(found, Failure)
-    assert (found.s, found.repeated, found.status) == (None, None, "running")
-    assert "recovery" not in page(found, "runs/x")
+    (only,) = fold_failures(BROKEN)
+    assert isinstance(only, Failure)
+    assert (only.s, only.repeated, only.status) == (None, None, "running")
+    assert "recovery" not in page(only, "runs/x")
 
 
 def test_a_launch_ends_with_a_step_and_no_part_of_it_is_negative() -> None:
@@ -325,12 +325,12 @@ def test_a_launch_ends_with_a_step_and_no_part_of_it_is_negative() -> None:
     hosts differ."""
 
     def parts(*happened: Event) -> dict[str, float]:
-        launch, told = Arrival(2, T0), dict[str, float]()
+        launch, result = Arrival(2, T0), dict[str, float]()
         for each in happened:
             over = launch.add(each)
-            assert not told.keys() & over.keys()
-            told |= over
-        return told
+            assert not result.keys() & over.keys()
+            result |= over
+        return result
 
     one, other = (at(second, "joined", rank=rank, pid=1) for rank, second in ((0, 0.25), (1, 0.75)))
     early, late = report(0.5, 1), report(1.0, 1)

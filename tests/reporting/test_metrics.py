@@ -50,8 +50,10 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 def test_pauses_of_the_collector_end_no_figures(watched: Watched) -> None:
     pauses = Pauses(["n0", "n1"])
-    found = next(facts for second in range(1, 60) if (facts := pauses.note(1, 0.2, float(second))))
-    watched.events.say("slow", **found)
+    node_facts = next(
+        facts for second in range(1, 60) if (facts := pauses.note(1, 0.2, float(second)))
+    )
+    watched.events.say("slow", **node_facts)
     watched.report(7, loss=1.0)
     assert watched.warnings == []
     assert watched.gauges("step") == {(): 7}

@@ -74,19 +74,19 @@ def test_a_notebook_has_one_live_line_then_the_result(
     """By Jupyter's own client and kernel: what a front end is told while the cell runs."""
     from jupyter_client.manager import start_new_kernel
 
-    told: list[tuple[str, Any]] = []
+    messages: list[tuple[str, Any]] = []
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
     try:
         reply = client.execute_interactive(
             CELL.format(folder=tmp_path / "run"), timeout=120,
-            output_hook=lambda message: told.append((message["msg_type"], message["content"])),
+            output_hook=lambda message: messages.append((message["msg_type"], message["content"])),
         )  # fmt: skip
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    assert reply["content"]["status"] == "ok", told
-    live = [(kind, content) for kind, content in told if "display_data" in kind]
+    assert reply["content"]["status"] == "ok", messages
+    live = [(kind, content) for kind, content in messages if "display_data" in kind]
     assert [kind for kind, _ in live].count("display_data") == 1  # one place, which is updated
     assert len({content["transient"]["display_id"] for _, content in live}) == 1
     lines = [content["data"]["text/plain"] for _, content in live]
@@ -95,8 +95,10 @@ def test_a_notebook_has_one_live_line_then_the_result(
     assert (sorted(set(steps)), steps[-1]) == (steps, 30)
     assert any("loss 0.0333" in line for line in lines)
     assert lines[-1] == ""
-    (value,) = [content["data"]["text/html"] for kind, content in told if kind == "execute_result"]
+    (value,) = [
+        content["data"]["text/html"] for kind, content in messages if kind == "execute_result"
+    ]
     assert "<polyline" in value
-    printed = "".join(content["text"] for kind, content in told if kind == "stream")
+    printed = "".join(content["text"] for kind, content in messages if kind == "stream")
     assert "finished in" in printed
     assert "step 2/30" not in printed

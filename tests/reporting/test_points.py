@@ -26,7 +26,7 @@ RESTART, END = other("restart"), other("result")
 AFTER_1 = other("begin", rank=0, resumed=1)
 
 
-def told(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tuple[int, float]]]:
+def points(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tuple[int, float]]]:
     """The points after each event: step and loss."""
     points = Points(told=before, repeats=repeats)
     return [[(each.step, each.values["loss"]) for each in points.add(event)] for event in events]
@@ -62,15 +62,15 @@ def told(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tu
     ],
 )  # fmt: skip
 def test_each_step_once(events: list[Event], expected: list[list[tuple[int, float]]]) -> None:
-    assert told(*events) == expected
+    assert points(*events) == expected
 
 
 def test_without_restarts_only_the_newest_step_waits() -> None:
-    assert told(report(1, 0.1), report(2, 0.2), repeats=False) == [[], [(1, 0.1)]]
+    assert points(report(1, 0.1), report(2, 0.2), repeats=False) == [[], [(1, 0.1)]]
 
 
 def test_a_run_that_resumes_tells_what_the_first_has_not() -> None:
-    assert told(report(7, 0.7), report(8, 0.8), report(9, 0.9), END, before=8) == [
+    assert points(report(7, 0.7), report(8, 0.8), report(9, 0.9), END, before=8) == [
         [],
         [],
         [],

@@ -28,11 +28,11 @@ def after(*reports: Event) -> Progress:
 
 
 def test_a_fit_tells_everything() -> None:
-    told = [
+    lines = [
         report(t, step=t, steps=100, epoch=1, epochs=5, samples=64 * t, loss=1 / t, lr=0.1)
         for t in range(1, 11)
     ]
-    progress = after(*told)
+    progress = after(*lines)
     assert progress.position() == ["epoch 1/5", "step 10/100"]
     assert progress.health() == ["loss 0.1", "64 samples/s"]
     assert progress.left() == ["1:30 left"]
@@ -74,8 +74,8 @@ def test_at_the_end_no_time_is_left() -> None:
 
 def test_the_moments_of_a_run() -> None:
     progress = Progress()
-    told = [report(t, step=t, steps=3, loss=1.0) for t in (1, 2, 3)]
-    assert [progress.report(one) for one in told] == ["first", "step", "last"]
+    reports = [report(t, step=t, steps=3, loss=1.0) for t in (1, 2, 3)]
+    assert [progress.report(one) for one in reports] == ["first", "step", "last"]
     assert progress.report(report(4, step=3, accuracy=0.5)) == "evaluation"
     assert progress.evaluation() == ["accuracy 0.5"]
     assert progress.health()[0] == "loss 1"

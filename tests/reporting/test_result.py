@@ -223,12 +223,12 @@ def test_a_failed_run_has_the_exception_of_each_rank_that_failed(
 ) -> None:
     real = ValueError("loss is nan")
     killed = End(1, "host-1", "killed", T0 + 1, signal=9)
-    tried = Attempt(
+    attempt = Attempt(
         ends=[*ends("raised"), killed, End(2, "host-2", "stopped", T0)],
         exceptions={0: real},
         failure="rank 0 on host-0",
     )
-    result = make_result(tmp_path, tried, fold_figures(read_events(stream)))
+    result = make_result(tmp_path, attempt, fold_figures(read_events(stream)))
     assert result.status == "failed"
     assert result.exceptions[0] is real
     assert isinstance(result.exceptions[1], RaydistError)
@@ -264,13 +264,13 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
         *a_run(),
         report(12, step=11, loss=math.nan, worst=math.inf, nested=[math.nan], path=Path("x")),
     ]
-    tried = Attempt(
+    attempt = Attempt(
         ends=ends("finished", "raised"), values=(object(), None), failure="rank 1 on host-1"
     )
     folder = tmp_path / "new"
     make_result(
         folder,
-        tried,
+        attempt,
         fold_figures(read_events(write(tmp_path / "events.jsonl", events))),
         now=T0 + 20,
     ).save()
@@ -278,19 +278,19 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
-    told = json.loads((folder / "result.json").read_text(), parse_constant=refuse)
-    assert told["status"] == "failed"
-    assert told["dir"] == str(folder)
-    assert told["metrics"]["loss"] == "nan"
-    assert told["metrics"]["worst"] == "inf"
-    assert told["metrics"]["nested"] == ["nan"]
-    assert told["metrics"]["path"] == "x"
-    assert told["launch"] == {"connect": 1.0, "place": 0.5}
-    assert told["goodput"] == 0.25
-    assert told["throughput"] == 130
-    assert told["checkpoint"] == "runs/x/checkpoints/10"
-    assert told["failure"] == "rank 1 on host-1"
-    assert told["cause"]["type"] == "ValueError"
+    data = json.loads((folder / "result.json").read_text(), parse_constant=refuse)
+    assert data["status"] == "failed"
+    assert data["dir"] == str(folder)
+    assert data["metrics"]["loss"] == "nan"
+    assert data["metrics"]["worst"] == "inf"
+    assert data["metrics"]["nested"] == ["nan"]
+    assert data["metrics"]["path"] == "x"
+    assert data["launch"] == {"connect": 1.0, "place": 0.5}
+    assert data["goodput"] == 0.25
+    assert data["throughput"] == 130
+    assert data["checkpoint"] == "runs/x/checkpoints/10"
+    assert data["failure"] == "rank 1 on host-1"
+    assert data["cause"]["type"] == "ValueError"
 
 
 def test_the_json_can_be_the_last_event(tmp_path: Path, stream: Path) -> None:

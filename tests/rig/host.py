@@ -126,13 +126,13 @@ class Host:
     def processes(self) -> dict[int, str]:
         """Command line by process id, both as seen inside; process 1, which only holds the host up,
         is left out."""
-        found = {}
+        lines = {}
         for entry in (self.root / "proc").glob("[0-9]*"):
             try:
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+                lines[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
             except (FileNotFoundError, ProcessLookupError):
                 continue  # ended while we looked
-        return {pid: line for pid, line in found.items() if pid != 1}
+        return {pid: line for pid, line in lines.items() if pid != 1}
 
 
 def furnish(folder: Path, known: str, token: str) -> dict[str, str]:

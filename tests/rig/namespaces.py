@@ -50,8 +50,8 @@ class Space:
         self._inside: list[subprocess.Popen[str]] = []
         assert self._one.stdout is not None
         if self._one.stdout.readline() != "up\n":
-            _, said = self._one.communicate()
-            raise RuntimeError(f"the namespaces could not be set up: {said.strip()}")
+            _, output = self._one.communicate()
+            raise RuntimeError(f"the namespaces could not be set up: {output.strip()}")
         self._fd = os.pidfd_open(self._one.pid)
 
     @property
@@ -77,9 +77,9 @@ class Space:
             "stderr": subprocess.PIPE,
         }
         with _spawn(self._fd, NET, ["ip", "-batch", "-"], **pipes) as process:
-            _, said = process.communicate("\n".join(lines))
+            _, output = process.communicate("\n".join(lines))
         if process.returncode:
-            raise RuntimeError(f"ip {'; '.join(lines)}: {said.strip()}")
+            raise RuntimeError(f"ip {'; '.join(lines)}: {output.strip()}")
 
     def end(self) -> None:
         """Kill everything inside and return when it is gone. Harmless the second time."""

@@ -64,11 +64,11 @@ class Rig:
         Ray's own processes."""
         head, *others = self.hosts
         self.ray_address = f"{head.address()}:{_RAY_PORT}"
-        seen = f"--dashboard-host={head.address()}"  # by this machine too, with the token
+        address = f"--dashboard-host={head.address()}"  # by this machine too, with the token
         first = [
             f"--port={_RAY_PORT}",
             f"--include-dashboard={str(dashboard).lower()}",
-            seen,
+            address,
             "--disable-usage-stats",
         ]
         finish(_ray_start(head, cpus, ["--head", *first], env))
@@ -136,17 +136,17 @@ def _plug_in(switch: Space, nic: str) -> int:
     is the lock."""
     taken = _ip("-4 route show table all").stdout
     for number in (n for n in range(80, 250) if f" 10.{n}." not in f" {taken}"):
-        made = _ip(
+        result = _ip(
             f"link add rig{number} type veth peer name outside netns /proc/{switch.pid}/ns/net",
             check=False,
         )
-        if made.returncode == 0:
+        if result.returncode == 0:
             switch.ip(f"link set outside up master {nic}")
             _ip(f"link set rig{number} up")
             _ip(f"addr add 10.{number}.0.254/24 brd + dev rig{number}")
             return number
-        if "File exists" not in made.stderr:
-            raise RuntimeError(f"no NIC rig{number} can be made: {made.stderr.strip()}")
+        if "File exists" not in result.stderr:
+            raise RuntimeError(f"no NIC rig{number} can be made: {result.stderr.strip()}")
     raise RuntimeError(
         "all of 10.80.0.0/16 to 10.249.0.0/16 is in use on this machine; see `ip route`"
     )
@@ -155,7 +155,7 @@ def _plug_in(switch: Space, nic: str) -> int:
 def _furnish(
     count: int, nics: Sequence[str], number: int, folder: Path, switch: Space
 ) -> list[Host]:
-    made = []
+    result = []
     names = {
         f"host{i}": {nic: f"10.{number}.{net}.{i + 1}" for net, nic in enumerate(nics)}
         for i in range(count)
@@ -169,10 +169,10 @@ def _furnish(
             for nic, address in its.items()
         ]
         known = "".join(others + each_nic)
-        made.append(
+        result.append(
             Host(name, addresses, folder / name, switch, furnish(folder / name, known, token))
         )
-    return made
+    return result
 
 
 def _ray_start(

@@ -63,18 +63,18 @@ NEWER_ENV = {
 def head(config: dict[str, Any], more: dict[str, str]) -> Iterator[Host]:
     """A head of one CPU, whose autoscaler may add two nodes of two CPUs."""
     with hosts(1) as rig:
-        (made,) = rig.hosts
-        file = Path(made.environment["HOME"]) / "cluster.json"
+        (node,) = rig.hosts
+        file = Path(node.environment["HOME"]) / "cluster.json"
         file.write_text(json.dumps(config))
         words = [
             f"--autoscaling-config={file}",
-            f"--node-ip-address={made.address()}",
+            f"--node-ip-address={node.address()}",
             "--port=6379",
             "--num-cpus=1",
         ]
         words += [
             f"--object-store-memory={2**28}",
-            f"--temp-dir={made.environment['RAY_TMPDIR']}/ray",
+            f"--temp-dir={node.environment['RAY_TMPDIR']}/ray",
         ]
         env = {
             "PYTHONPATH": str(ROOT),
@@ -82,18 +82,18 @@ def head(config: dict[str, Any], more: dict[str, str]) -> Iterator[Host]:
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
             **more,
         }
-        made.run(
+        node.run(
             [*RAY, "start", "--head", "--disable-usage-stats", "--include-dashboard=false", *words],
             env=env,
         )
-        made.environment["RAY_ADDRESS"] = f"{made.address()}:6379"
-        yield made
+        node.environment["RAY_ADDRESS"] = f"{node.address()}:6379"
+        yield node
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    with head(CLUSTER, {}) as made:
-        yield made
+    with head(CLUSTER, {}) as node:
+        yield node
 
 
 def start(host: Host, folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -131,26 +131,26 @@ while (count := sum(node["Alive"] for node in ray.nodes())) > 1 and time.monoton
     time.sleep(1)
 print(f"alive: {count};")
 """
-    told = host.run(["python", "-c", code, str(patience)]).stdout
-    (count,) = re.findall(r"alive: (\d+);", told)  # the autoscaler has its say before and after
+    output = host.run(["python", "-c", code, str(patience)]).stdout
+    (count,) = re.findall(r"alive: (\d+);", output)  # the autoscaler has its say before and after
     return int(count)
 
 
 def ended(run: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
     (folder / "go").touch()
     assert run.wait(150) == 0, (folder / "screen.txt").read_text()
-    made: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
-    return made
+    result: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return result
 
 
 def refused(host: Host, folder: Path) -> None:
     """A job that no kind of node can hold is, at once."""
     run = start(host, folder, "scale=1x3")
     assert run.wait(100) == 2
-    said = (folder / "screen.txt").read_text()
-    assert "can never hold" in said
-    assert "up to 2 more of the autoscaler's type plus with 2 CPU" in said
-    assert "set scale=3x1" in said
+    screen = (folder / "screen.txt").read_text()
+    assert "can never hold" in screen
+    assert "up to 2 more of the autoscaler's type plus with 2 CPU" in screen
+    assert "set scale=3x1" in screen
 
 
 def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def start(own: Host, *lines: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def typed(own: Host, *lines: str) -> str:
+def type_lines(own: Host, *lines: str) -> str:
     """The same, to their end; what was on the screen. An error fails the test."""
     return finish(start(own, *lines, stderr=subprocess.STDOUT), timeout=200).stdout
 
@@ -115,28 +115,28 @@ def typed(own: Host, *lines: str) -> str:
 def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -> None:
     *nodes, own = rig.hosts
     token, up, status, dashboard, export, submit, down = commands()
-    typed(own, token, up)
+    type_lines(own, token, up)
     # to ask costs seconds of the CPU that sets up the others
     wait_until(
         lambda: all(any("raylet" in line for line in of_ray(node)) for node in nodes),
         "three raylets",
         150,
     )
-    wait_until(lambda: "3 local.cluster.node" in typed(own, status), "three nodes", 150)
+    wait_until(lambda: "3 local.cluster.node" in type_lines(own, status), "three nodes", 150)
     tunnel = start(
         own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     reached = "until (exec 3<>/dev/tcp/127.0.0.1/8265) 2>/dev/null; do sleep 0.2; done"
-    screen = typed(own, reached, export, submit)
+    screen = type_lines(own, reached, export, submit)
     patience(own, export)
     tunnel.kill()
     assert re.search(r"^  network +gloo over eth0 on 3 nodes", screen, re.MULTILINE), screen
     assert "succeeded" in screen
 
     assert (nodes[0].folder / "home/saved").exists()
-    (told,) = (nodes[0].folder / "home/raydist/runs").glob("*/*/result.json")
-    assert json.loads(told.read_text())["world_size"] == sum(
-        1 for _ in told.parent.glob("logs/rank-*.log")
+    (result,) = (nodes[0].folder / "home/raydist/runs").glob("*/*/result.json")
+    assert json.loads(result.read_text())["world_size"] == sum(
+        1 for _ in result.parent.glob("logs/rank-*.log")
     )
     for node in (
         nodes
@@ -154,7 +154,7 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
     for node in nodes:  # Ray's own folders in it are open to every account
         assert stat.S_IMODE((node.root / "tmp/ray-0").stat().st_mode) == 0o700
 
-    typed(own, down)
+    type_lines(own, down)
     wait_until(
         lambda: [of_ray(node) for node in nodes] == [[], [], []], "three hosts without Ray", 100
     )
@@ -173,14 +173,14 @@ def patience(own: Host, export: str) -> None:
     (own.folder / "home/late").mkdir()
     (own.folder / "home/late/late.py").write_text(LATE)
     sent = "ray job submit --submission-id late --no-wait --working-dir ~/late -- python late.py"
-    typed(
+    type_lines(
         own,
         export,
         sent,
         "until ray job logs late | grep -q ^begun; do sleep 0.5; done",
         "ray job stop late",
     )
-    assert "was stopped" in typed(own, export, "ray job status late")
+    assert "was stopped" in type_lines(own, export, "ray job status late")
 
 
 def environment_of(host: Host, program: str) -> dict[str, str]:

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 def rig() -> Iterator[Rig]:
     """Three hosts whose Ray says that each has a GPU: no rank is started, and NCCL's dry run needs
     none."""
-    with hosts(3) as made:
-        made.ray_up(cpus=1, env={"PYTHONPATH": str(ROOT), "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'})
-        yield made
+    with hosts(3) as rig:
+        rig.ray_up(cpus=1, env={"PYTHONPATH": str(ROOT), "RAY_OVERRIDE_RESOURCES": '{"GPU": 1}'})
+        yield rig
 
 
 def doctor(
@@ -45,17 +45,17 @@ def doctor(
     assert done.returncode == code, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert [path.name for path in home.iterdir()] == [".ray"]  # nothing of it stays
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_check: dict[str, list[dict[str, Any]]] = {}
     for finding in report["findings"]:
-        found.setdefault(finding["check"], []).append(finding)
-    return report, found
+        by_check.setdefault(finding["check"], []).append(finding)
+    return report, by_check
 
 
 CPU = ("backend=gloo", "scale.gpus=0")
 
 
 def test_three_healthy_hosts_are_fine_and_their_loopback_names_only_a_warning(rig: Rig) -> None:
-    report, found = doctor(rig, code=0)
+    report, by_check = doctor(rig, code=0)
     assert report["job"] == "3 ranks on 3 nodes, backend nccl, over eth0"
     assert {
         "lookup",
@@ -69,9 +69,12 @@ def test_three_healthy_hosts_are_fine_and_their_loopback_names_only_a_warning(ri
         "versions",
     } <= set(report["checks"])
     assert report["network"]["calls"] == 6
-    assert [finding["level"] for finding in found.pop("hostname")] == ["warn"]
+    assert [finding["level"] for finding in by_check.pop("hostname")] == ["warn"]
     assert not {
-        finding["check"] for own in found.values() for finding in own if finding["level"] != "note"
+        finding["check"]
+        for own in by_check.values()
+        for finding in own
+        if finding["level"] != "note"
     } - {
         "latency"  # a machine that is busy with other things
     }
@@ -81,11 +84,11 @@ def test_a_link_that_is_broken_between_two_hosts_is_found_and_named(rig: Rig) ->
     _, second, third = rig.hosts
     second.run(["ip", "route", "add", "blackhole", third.address()])
     try:
-        report, found = doctor(rig, *CPU, code=1)
+        report, by_check = doctor(rig, *CPU, code=1)
     finally:
         second.run(["ip", "route", "del", "blackhole", third.address()])
     pair = [f"host1 ({second.address()})", f"host2 ({third.address()})"]
-    there, back = sorted(finding["text"] for finding in found["peers"])
+    there, back = sorted(finding["text"] for finding in by_check["peers"])
     assert there.startswith(f"{pair[0]} -> {pair[1]}: ")
     assert back == f"{pair[1]} -> {pair[0]}: no answer within 1 s"
     assert report["checks"]["peers"] == {"host0": "ok", "host1": "FAIL", "host2": "FAIL"}
@@ -98,11 +101,11 @@ def test_a_host_whose_packets_are_dropped_like_by_a_firewall_is_found(rig: Rig) 
         f"link set {port} nomaster"
     )  # its NIC has a carrier, and what it sends goes nowhere
     try:
-        report, found = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
+        report, by_check = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
     finally:
         rig.switch.ip(f"link set {port} master ib0")
-    assert {node for finding in found["peers"] for node in finding["nodes"]} == {"host2"}
-    assert found["rendezvous"][0]["nodes"] == ["host2"]
+    assert {node for finding in by_check["peers"] for node in finding["nodes"]} == {"host2"}
+    assert by_check["rendezvous"][0]["nodes"] == ["host2"]
     assert report["checks"]["peers"]["host1"] == "ok"
 
 
@@ -136,11 +139,11 @@ def test_a_path_that_loses_long_packets_is_told_from_one_that_loses_all(rig: Rig
             ["ip", "link", "set", "ib0", "gso_max_segs", "1"]
         )  # a veth lets a bundle pass that no wire would
     try:
-        report, found = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
+        report, by_check = doctor(rig, *CPU, "fabric.interface=ib0", code=1)
     finally:
         rig.switch.ip(f"link set {last.port('ib0')} mtu 1500")
     assert report["checks"]["mtu"] == {"host0": "ok", "host1": "ok", "host2": "FAIL"}
-    assert "ip link set dev ib0 mtu 1400" in found["mtu"][0]["fix"]
+    assert "ip link set dev ib0 mtu 1400" in by_check["mtu"][0]["fix"]
     assert report["checks"]["peers"] == {"host0": "ok", "host1": "ok", "host2": "ok"}
 
 
@@ -150,8 +153,8 @@ def test_words_that_lead_gloo_and_nccl_astray_and_a_folder_that_is_not_shared(ri
         "env.NCCL_SOCKET_IFNAME='^eth0,ib0,docker0'",
         "hydra.run.dir=/run/mine",
     )
-    _, found = doctor(rig, *words, code=1)
-    (gloo,), (nccl,), (folder,) = found["gloo"], found["nccl"], found["run folder"]
+    _, by_check = doctor(rig, *words, code=1)
+    (gloo,), (nccl,), (folder,) = by_check["gloo"], by_check["nccl"], by_check["run folder"]
     assert (gloo["text"], gloo["level"]) == ("gloo would use 127.0.0.1, not eth0", "fail")
     assert (nccl["text"], nccl["level"]) == ("nccl would use 127.0.0.1, not eth0", "fail")
     assert gloo["nodes"] == nccl["nodes"] == ["host0", "host1", "host2"]

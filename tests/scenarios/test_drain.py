@@ -25,40 +25,40 @@ JOB = (
 LEFT_S = 60
 
 
-def found(draining: dict[str, float], *nodes: str) -> DrainNotice | None:
+def notice_of(draining: dict[str, float], *nodes: str) -> DrainNotice | None:
     """What is told to a gang with one rank on each of these nodes, at 100 seconds."""
-    held = [
+    alive = [
         Node(id=name, ip=f"10.0.0.{i}", host=f"host-{name}", total={}, free={})
         for i, name in enumerate(nodes)
     ]
     return cluster_drain.drain_notice(
-        [Slot(i, 0, i, 1, i, node) for i, node in enumerate(held)], draining, 100.0
+        [Slot(i, 0, i, 1, i, node) for i, node in enumerate(alive)], draining, 100.0
     )
 
 
 def test_only_nodes_of_the_gang_are_of_interest() -> None:
-    assert found({}, "a", "b") is None
-    assert found({"c": 130.0}, "a", "b") is None
+    assert notice_of({}, "a", "b") is None
+    assert notice_of({"c": 130.0}, "a", "b") is None
 
 
 def test_the_nearest_deadline_counts() -> None:
-    told = found({"a": 160.0, "b": 130.0, "c": 101.0}, "a", "b")
-    assert told == DrainNotice((0, 1), ("host-a", "host-b"), 30.0)
-    assert told.text == "Ray drains host-a, host-b: it takes them away in 30 s"
-    assert told.share_s == pytest.approx(10)
+    notice = notice_of({"a": 160.0, "b": 130.0, "c": 101.0}, "a", "b")
+    assert notice == DrainNotice((0, 1), ("host-a", "host-b"), 30.0)
+    assert notice.text == "Ray drains host-a, host-b: it takes them away in 30 s"
+    assert notice.share_s == pytest.approx(10)
 
 
 def test_without_a_deadline_the_usual_one_is_taken_for_granted() -> None:
-    told = found({"b": 0.0}, "a", "b")
-    assert told == DrainNotice((1,), ("host-b",), None)
-    assert told.text == "Ray drains host-b: it takes it away"
-    assert told.share_s == pytest.approx(cluster_drain.USUAL_S / 3)
+    notice = notice_of({"b": 0.0}, "a", "b")
+    assert notice == DrainNotice((1,), ("host-b",), None)
+    assert notice.text == "Ray drains host-b: it takes it away"
+    assert notice.share_s == pytest.approx(cluster_drain.USUAL_S / 3)
 
 
 def test_a_deadline_that_is_over_leaves_no_time() -> None:
-    told = found({"a": 90.0}, "a")
-    assert told is not None
-    assert (told.left_s, told.share_s) == (0.0, 0.0)
+    notice = notice_of({"a": 90.0}, "a")
+    assert notice is not None
+    assert (notice.left_s, notice.share_s) == (0.0, 0.0)
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def cluster() -> Iterator[Any]:
     """A head without CPUs, and three nodes of one."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 0})
+    cluster = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 0})
     for _ in range(3):
-        made.add_node(num_cpus=1)
-    made.wait_for_nodes()
-    yield made
-    made.shutdown()
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    yield cluster
+    cluster.shutdown()
 
 
 def drain(address: str, node: str) -> None:
@@ -108,8 +108,8 @@ def test_a_drained_node_is_left_in_time_at_no_budget_and_no_step_is_lost(
     drain(cluster.address, left)
     assert run.wait() == 0, run.screen
 
-    told, after = run.events("notice")[0], run.events("plan")[1]
-    assert (told["ranks"], 0 < told["s"] <= LEFT_S) == ([1], True)
+    notice, after = run.events("notice")[0], run.events("plan")[1]
+    assert (notice["ranks"], 0 < notice["s"] <= LEFT_S) == ([1], True)
     assert left not in {slot["node"] for slot in after["slots"]}
     (back,) = run.events("restarted")
     assert back["number"] == 1

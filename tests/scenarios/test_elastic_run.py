@@ -322,12 +322,12 @@ def drained(run: Program, site: Site, node: Any) -> None:
     """Return once Ray has drained that node, and the run goes on without it."""
     drain(site.cluster.address, node.node_id)
     run.wait_until(lambda: len(run.events("restarted")) == 1, "step after the drain")
-    (told,), (back,), (failure,) = (
+    (notice,), (back,), (failure,) = (
         run.events("notice"),
         run.events("restarted"),
         run.events("failure"),
     )
-    assert told["hosts"]
+    assert notice["hosts"]
     assert (failure["cause"]["how"], failure["cause"]["preempted"]) == ("drained", True)
     assert back["repeated"] == 0  # all ranks have stopped after the same step
     # on the disk before anybody left, and never placed anew

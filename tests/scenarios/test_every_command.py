@@ -65,7 +65,7 @@ SERVES = r"tools\.watch(?!.*--(export|trace))"
 """A command that goes on until Ctrl-C."""
 
 
-def typed() -> Iterator[tuple[tuple[str, ...], int]]:
+def runnable() -> Iterator[tuple[tuple[str, ...], int]]:
     """The commands of the pages that can be typed here, each with each number of ranks; one without
     ranks once."""
     seen = {frozenset(short("raydist.train", *words)) for words in choices()}
@@ -97,7 +97,7 @@ def small(words: tuple[str, ...]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(
     ("words", "ranks"),
-    [*typed()],
+    [*runnable()],
     ids=lambda value: value if isinstance(value, int) else "_".join(value),
 )
 def test_a_command_of_the_pages(

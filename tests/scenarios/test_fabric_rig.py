@@ -38,11 +38,11 @@ WORDS = (
 def rig() -> Iterator[Rig]:
     import textwrap
 
-    with hosts(3) as made:
-        for host in made.hosts:
+    with hosts(3) as rig:
+        for host in rig.hosts:
             (host.folder / "home" / "train.py").write_text(textwrap.dedent(JOB))
-        made.ray_up(cpus=1, env=CODE)
-        yield made
+        rig.ray_up(cpus=1, env=CODE)
+        yield rig
 
 
 def trained(rig: Rig, *words: str, **env: str) -> tuple[dict[str, int], str, dict[str, Any]]:
@@ -80,9 +80,9 @@ def test_what_a_site_has_set_wins_and_is_told(rig: Rig) -> None:
     so."""
     conf = rig.hosts[1].root / "etc" / "nccl.conf"
     conf.write_text("NCCL_SOCKET_IFNAME==ib0\n")
-    told = ["python", "-c", ASK]
+    command = ["python", "-c", ASK]
     try:
-        ours, theirs = (json.loads(host.run(told, env=CODE).stdout) for host in rig.hosts[:2])
+        ours, theirs = (json.loads(host.run(command, env=CODE).stdout) for host in rig.hosts[:2])
     finally:
         conf.unlink()
     assert ours["value"] == "=eth0"
@@ -125,13 +125,13 @@ def measured(rig: Rig, *words: str) -> dict[str, Any]:
     before = {nic: [host.bytes(nic)[1] for host in rig.hosts] for nic in ("eth0", "ib0")}
     home = rig.hosts[0].folder / "home"
     done = rig.hosts[0].run([*command, *words], env=CODE, cwd=home)
-    told: dict[str, Any] = json.loads(done.stdout)
-    told["screen"] = done.stderr
-    told["sent"] = {
+    result: dict[str, Any] = json.loads(done.stdout)
+    result["screen"] = done.stderr
+    result["sent"] = {
         nic: [host.bytes(nic)[1] - was for host, was in zip(rig.hosts, before[nic], strict=True)]
         for nic in before
     }
-    return told
+    return result
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def measured(rig: Rig, *words: str) -> dict[str, Any]:
 def test_the_summary_names_the_network_and_its_bytes_are_those_of_the_hosts(
     rig: Rig, words: tuple[str, ...], used: str, idle: str
 ) -> None:
-    told = measured(rig, "--min", "8M", "--max", "8M", *words)
-    assert told["network"].startswith(f"gloo over {used} on 3 nodes, ")
-    assert told["network"].endswith("sent; no node has InfiniBand")
-    assert f"network  {told['network']}" in told["screen"]
+    result = measured(rig, "--min", "8M", "--max", "8M", *words)
+    assert result["network"].startswith(f"gloo over {used} on 3 nodes, ")
+    assert result["network"].endswith("sent; no node has InfiniBand")
+    assert f"network  {result['network']}" in result["screen"]
     events = (rig.hosts[0].folder / "home").glob("runs/bandwidth/*/events.jsonl")
     lines = [json.loads(line) for line in max(events).read_text().splitlines()]
     (network,) = [line for line in lines if line["kind"] == "network"]
@@ -151,8 +151,8 @@ def test_the_summary_names_the_network_and_its_bytes_are_those_of_the_hosts(
         counted = node["sent"][used]
         # 7 all-reduces of 8 MiB: each host sends 4/3 of it each time
         assert counted > 0.9 * 7 * 4 / 3 * 2**23
-        assert counted <= told["sent"][used][position]
-        assert counted > 0.8 * told["sent"][used][position]
+        assert counted <= result["sent"][used][position]
+        assert counted > 0.8 * result["sent"][used][position]
         assert node["sent"].get(idle, 0) < 0.3 * counted
         assert node["rate"] == 0.0  # a veth pair claims 10 Gb/s, which nobody should believe
 
@@ -160,13 +160,13 @@ def test_the_summary_names_the_network_and_its_bytes_are_those_of_the_hosts(
 def test_a_host_on_a_slow_line_is_named(rig: Rig) -> None:
     rig.slow(rig.hosts[2], "50mbit", "eth0")
     try:
-        told = measured(rig, "--min", "1M", "--max", "1M", "--pairs")
+        result = measured(rig, "--min", "1M", "--max", "1M", "--pairs")
     finally:
         for space, device in (
             (rig.switch, rig.hosts[2].port("eth0")),
             (rig.hosts[2].space, "eth0"),
         ):
             space.spawn(["tc", "qdisc", "del", "dev", device, "root"]).wait()
-    assert told["slow_nodes"] == ["host2"]
-    assert told["slow_pairs"] == []
-    assert len(told["pairs"]) == 3
+    assert result["slow_nodes"] == ["host2"]
+    assert result["slow_pairs"] == []
+    assert len(result["pairs"]) == 3

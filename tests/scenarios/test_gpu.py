@@ -51,9 +51,9 @@ def test_the_main_job_trains_and_nccls_own_log_names_the_network(tmp_path: Path)
     assert program.wait(300) == 0, program.screen
     assert program.result()["status"] == "finished"
     for rank in range(GPUS):
-        said = (program.run_dir / "logs" / f"rank-{rank}.nccl").read_text()
-        log = nccl_log.parse_nccl_log(said)
-        assert log.network, said
+        text = (program.run_dir / "logs" / f"rank-{rank}.nccl").read_text()
+        log = nccl_log.parse_nccl_log(text)
+        assert log.network, text
         assert bool(log.channels) == (GPUS > 1)
         own = program.run_dir / "logs" / f"rank-{rank}.log"
         assert not own.exists() or "NCCL INFO" not in own.read_text()
@@ -64,9 +64,9 @@ def test_the_doctor_asks_nccl_for_its_interface(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     doctor.main(["--json", *WORDS])
-    told = json.loads(capsys.readouterr().out)
-    assert {"nccl", "gpudirect", "rdma libraries"} <= set(told["checks"])
-    assert [one for one in told["findings"] if one["check"] == "nccl"] == []
+    report = json.loads(capsys.readouterr().out)
+    assert {"nccl", "gpudirect", "rdma libraries"} <= set(report["checks"])
+    assert [one for one in report["findings"] if one["check"] == "nccl"] == []
 
 
 def test_bandwidth_on_gpus_is_right(
@@ -171,11 +171,11 @@ def own_gpu() -> tuple[str, int, str]:
 
 
 def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(ray_address: str) -> None:
-    found = [value for value in raydist.run(own_gpu, *ON_RAY, f"scale=1x{GPUS}").values if value]
-    assert len({uuid for uuid, _, _ in found}) == GPUS
-    assert all(device.startswith("cuda") for _, _, device in found)
+    gpus = [value for value in raydist.run(own_gpu, *ON_RAY, f"scale=1x{GPUS}").values if value]
+    assert len({uuid for uuid, _, _ in gpus}) == GPUS
+    assert all(device.startswith("cuda") for _, _, device in gpus)
     if MIG:
-        assert {count for _, count, _ in found} == {1}, (
+        assert {count for _, count, _ in gpus} == {1}, (
             "CUDA uses the first MIG instance of a list only"
         )
 

@@ -87,8 +87,8 @@ def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
     assert {end.how for end in result.ends if end.rank != 1} == {"stopped"}
     for word in words:
         assert word in str(caught.value)
-    (told,) = hangs(result.dir)
-    assert (told["ranks"], told["certain"]) == ([1], True)
+    (hang,) = hangs(result.dir)
+    assert (hang["ranks"], hang["certain"]) == ([1], True)
     assert "in train" in (result.dir / "logs" / "rank-0.stacks").read_text()
     pids = [
         happened["pid"]
@@ -166,9 +166,9 @@ def test_horovods_ranks_too(on_ray: Path) -> None:
 def test_who_only_takes_long_is_named_once_and_let_go_on(on_ray: Path) -> None:
     done = raydist.run(train, *WORDS, args=(lambda: time.sleep(6),), steps=80)
     assert done.values == (80, 80, 80)
-    (told,) = hangs(done.dir)
-    assert (told["ranks"], told["certain"]) == ([1], False)
-    assert "ranks 0, 2 wait in all_reduce of [[3]], number 61, but rank 1 on" in told["text"]
+    (hang,) = hangs(done.dir)
+    assert (hang["ranks"], hang["certain"]) == ([1], False)
+    assert "ranks 0, 2 wait in all_reduce of [[3]], number 61, but rank 1 on" in hang["text"]
 
 
 def test_the_limit_ends_it_whatever_the_reason(on_ray: Path) -> None:
@@ -204,7 +204,7 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
 
     done = raydist.run(job, *WORDS, "hang.end=false")
     assert done.values == (80, 80, 80)
-    assert [told["certain"] for told in hangs(done.dir)] == [True]
+    assert [hang["certain"] for hang in hangs(done.dir)] == [True]
 
 
 @pytest.mark.parametrize(

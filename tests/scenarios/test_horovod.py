@@ -83,17 +83,17 @@ def test_the_loss_curve_is_that_of_ddp(tmp_path: Path, world: int) -> None:
 )
 def test_every_way_of_training_gives_ddps_losses(tmp_path: Path, changed: dict[str, Any]) -> None:
     wanted = succeeded(run_ranks(2, replace(BASE, **changed), train, tmp_path / "ddp"))
-    found = succeeded(run_horovod(2, replace(HOROVOD, **changed), train, tmp_path / "horovod"))
+    results = succeeded(run_horovod(2, replace(HOROVOD, **changed), train, tmp_path / "horovod"))
     assert len(wanted[0].losses) >= 4
-    assert found[0].losses == pytest.approx(wanted[0].losses, abs=1e-4)
-    assert found[1].losses == pytest.approx(wanted[1].losses, abs=1e-4)
+    assert results[0].losses == pytest.approx(wanted[0].losses, abs=1e-4)
+    assert results[1].losses == pytest.approx(wanted[1].losses, abs=1e-4)
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression: str) -> None:
     def images(job: Job) -> bool:
-        made = torch.Generator().manual_seed(0)
-        data = TensorDataset(torch.randn(24, 3, 6, 6, generator=made), torch.arange(24) % 2)
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(24, 3, 6, 6, generator=generator), torch.arange(24) % 2)
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
         raydist.fit(job, model=net, train=data, loss=F.cross_entropy)
         return next(net.parameters()).is_contiguous(memory_format=torch.channels_last)
@@ -103,9 +103,9 @@ def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression
     changed: dict[str, Any] = {"train": Train(epochs=2, channels_last=True), "optim": fused}
     wanted = succeeded(run_ranks(2, replace(BASE, **changed), images, tmp_path / "ddp"))
     job = replace(on_horovod(BASE, compression=compression), **changed)
-    found = succeeded(run_horovod(2, job, images, tmp_path / "horovod"))
-    assert [one.value for one in found] == [True, True]
-    assert found[0].losses == pytest.approx(
+    results = succeeded(run_horovod(2, job, images, tmp_path / "horovod"))
+    assert [one.value for one in results] == [True, True]
+    assert results[0].losses == pytest.approx(
         wanted[0].losses, abs=1e-4 if compression == "none" else 1e-2
     )
 
@@ -113,8 +113,10 @@ def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression
 @pytest.mark.parametrize("number", [1, 2, 99])
 def test_grouped_gradients_are_the_same_gradients(tmp_path: Path, number: int) -> None:
     wanted = succeeded(run_horovod(2, HOROVOD, train, tmp_path / "plain"))
-    found = succeeded(run_horovod(2, on_horovod(BASE, groups=number), train, tmp_path / "grouped"))
-    assert found[0].losses == pytest.approx(wanted[0].losses, abs=1e-5)
+    results = succeeded(
+        run_horovod(2, on_horovod(BASE, groups=number), train, tmp_path / "grouped")
+    )
+    assert results[0].losses == pytest.approx(wanted[0].losses, abs=1e-5)
 
 
 def test_the_groups_are_as_many_as_asked_and_neighbours() -> None:
@@ -319,10 +321,10 @@ def test_a_process_set_that_nobody_asked_for_is_refused_with_the_word_for_it(
             process_set(0, 2)
         return str(refusal.value)
 
-    (said, *_) = ranks_of(3, within, tmp_path, on_horovod(BASE, process_sets=[[0, 1]]))
+    (text, *_) = ranks_of(3, within, tmp_path, on_horovod(BASE, process_sets=[[0, 1]]))
     assert (
         "there is no process set [0, 2] (known: [0, 1]); set backend.horovod.process_sets=[[0,2]]"
-        in said
+        in text
     )
 
 
@@ -367,12 +369,12 @@ def test_a_stalled_collective_fails_and_the_missing_ranks_are_named(
         finally:
             (tmp_path / "failed").touch()
 
-    told = run_horovod(3, on_horovod(BASE, stall_warn_s=1, stall_fail_s=2), stall, tmp_path)
-    assert "HorovodInternalError" in told[0].error
-    assert "HorovodInternalError" in told[2].error
-    said = capfd.readouterr().err
-    assert "Missing ranks" in said or "missing ranks" in said
-    assert re.search(r"^1!?: \[", said, re.MULTILINE)  # "!": it is about to leave
+    results = run_horovod(3, on_horovod(BASE, stall_warn_s=1, stall_fail_s=2), stall, tmp_path)
+    assert "HorovodInternalError" in results[0].error
+    assert "HorovodInternalError" in results[2].error
+    output = capfd.readouterr().err
+    assert "Missing ranks" in output or "missing ranks" in output
+    assert re.search(r"^1!?: \[", output, re.MULTILINE)  # "!": it is about to leave
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
@@ -381,14 +383,14 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
             raise ValueError("the third bolt is loose")
         comm().sum(torch.ones(1))
 
-    told = run_horovod(2, HOROVOD, fail, tmp_path)
-    assert "the third bolt is loose" in told[1].error
-    assert "HorovodInternalError" in told[0].error
+    results = run_horovod(2, HOROVOD, fail, tmp_path)
+    assert "the third bolt is loose" in results[1].error
+    assert "HorovodInternalError" in results[0].error
 
 
 def test_ranks_of_torchrun_are_told_that_horovod_needs_another_start(tmp_path: Path) -> None:
-    told = run_ranks(2, HOROVOD, lambda job: None, tmp_path)
-    for one in told:
+    results = run_ranks(2, HOROVOD, lambda job: None, tmp_path)
+    for one in results:
         assert "ConfigError: backend=horovod: torchrun has no rendezvous of Horovod" in one.error
 
 

@@ -56,9 +56,9 @@ def trained(
         before()
         return call(job)
 
-    told = run_ranks(world, job, prepared, run_dir, env)
-    assert [one.error for one in told] == [""] * world
-    return told
+    results = run_ranks(world, job, prepared, run_dir, env)
+    assert [one.error for one in results] == [""] * world
+    return results
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -69,15 +69,15 @@ def test_digits_are_learned_by_two_ranks(tmp_path: Path, seed: int) -> None:
 
 
 def test_digits_take_another_model_and_optimizer(tmp_path: Path) -> None:
-    (told,) = trained(
+    (result,) = trained(
         "digits", tmp_path, "model=mlp", "optim=sgd", "job.args.test_size=0.5", world=1
     )
     saved = checkpoint_files.newest(tmp_path / "checkpoints")
     assert saved is not None
     assert saved.state["model"]["1.weight"].shape == (64, 64)
     assert saved.state["optimizer"]["param_groups"][0]["momentum"] == 0.9
-    assert told.kind("begin")[0]["samples"] == 898
-    assert told.value["accuracy"] > 0.9
+    assert result.kind("begin")[0]["samples"] == 898
+    assert result.value["accuracy"] > 0.9
 
 
 def test_synthetic_images_are_made_from_the_seed(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_synthetic_feeds_any_of_torchvisions_models(tmp_path: Path) -> None:
         "data.batch_size=2",
         "train.steps=2",
     )
-    (told,) = trained("synthetic", tmp_path, *words, world=1)
-    assert len(told.losses) == 2
+    (result,) = trained("synthetic", tmp_path, *words, world=1)
+    assert len(result.losses) == 2
 
 
 def write_mnist(root: Path) -> None:
@@ -204,12 +204,12 @@ def test_folder_of_ones_own_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "folder"])
 def test_missing_files_are_named_with_the_place_to_put_them(tmp_path: Path, name: str) -> None:
     job, call = composed(name, f"data.root={tmp_path}")
-    (told,) = run_ranks(1, job, call, tmp_path)
-    assert "ConfigError" in told.error
-    assert f"data.root={tmp_path}" in told.error
+    (result,) = run_ranks(1, job, call, tmp_path)
+    assert "ConfigError" in result.error
+    assert f"data.root={tmp_path}" in result.error
     assert {"mnist": "MNIST/raw/", "cifar10": "cifar-10-batches-py/", "folder": "train/KIND/"}[
         name
-    ] in told.error
+    ] in result.error
 
 
 def test_own_loop_resumes(tmp_path: Path) -> None:
@@ -217,13 +217,13 @@ def test_own_loop_resumes(tmp_path: Path) -> None:
     assert whole[0].losses[-1] < whole[0].losses[0]
     path = tmp_path / "checkpoints" / "step-00000010"
     again = trained("own_loop", tmp_path / "2", "train.steps=30", env={"RAYDIST_RESUME": str(path)})
-    assert [told.losses for told in again] == [told.losses[10:] for told in whole]
+    assert [result.losses for result in again] == [result.losses[10:] for result in whole]
     assert again[0].value == whole[0].value
 
 
 def test_own_loop_makes_a_group_of_the_even_ranks(tmp_path: Path) -> None:
-    told = trained("own_loop", tmp_path, "train.steps=2", "job.args.hidden=8", world=3)
-    assert told[0].value == told[2].value
+    results = trained("own_loop", tmp_path, "train.steps=2", "job.args.hidden=8", world=3)
+    assert results[0].value == results[2].value
 
 
 def program(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -292,8 +292,8 @@ SMALL_GPT = ("model.layers=2", "model.width=64", "model.heads=2", "model.kv_head
 
 
 def test_the_language_model_learns_more_than_the_frequency_of_bytes(tmp_path: Path) -> None:
-    told = trained("gpt", tmp_path, "parallel=fsdp", *SMALL_GPT)
-    figures = told[0].value
+    results = trained("gpt", tmp_path, "parallel=fsdp", *SMALL_GPT)
+    figures = results[0].value
     read = target.load_target(f"{JOBS / 'gpt'}.py:job").__globals__["read"]
     counts = np.bincount(read("")[-64 * 64 - 1 :].numpy())
     share = counts[counts > 0] / counts.sum()
@@ -302,9 +302,11 @@ def test_the_language_model_learns_more_than_the_frequency_of_bytes(tmp_path: Pa
     assert figures["bits_per_byte"] == pytest.approx(figures["test_loss"] / np.log(2))
     assert figures["tokens_per_s"] > 0
     assert "mfu" not in figures  # a CPU has no peak
-    assert told[0].losses[0] > 5
-    (said,) = [each["values"] for each in told[0].kind("report") if "perplexity" in each["values"]]
-    assert said["perplexity"] == figures["perplexity"]
+    assert results[0].losses[0] > 5
+    (values,) = [
+        each["values"] for each in results[0].kind("report") if "perplexity" in each["values"]
+    ]
+    assert values["perplexity"] == figures["perplexity"]
 
 
 @pytest.mark.parametrize(
@@ -334,20 +336,20 @@ def test_the_language_model_runs_under_every_division(
     )
     job, call = composed("gpt", *SMALL_GPT, *few, *words.split())
 
-    def heard(job: Job) -> Any:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            return call(job), said.getvalue()
+    def with_output(job: Job) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            return call(job), output.getvalue()
 
-    told = run_ranks(world, job, heard, tmp_path / "run")
-    assert [each.error for each in told] == [""] * world
-    (figures, said), *others = (each.value for each in told)
-    assert said.startswith("--- 5 tokens after 'def '\ndef ")
+    results = run_ranks(world, job, with_output, tmp_path / "run")
+    assert [each.error for each in results] == [""] * world
+    (figures, output), *others = (each.value for each in results)
+    assert output.startswith("--- 5 tokens after 'def '\ndef ")
     assert figures["perplexity"] == pytest.approx(np.exp(figures["test_loss"]))
     assert figures["tokens_per_s"] > 0
-    for found, silent in others:
-        assert found == figures
+    for other, silent in others:
+        assert other == figures
         assert not silent
-    assert all(each.losses[-1] < each.losses[0] - 1 for each in told)
+    assert all(each.losses[-1] < each.losses[0] - 1 for each in results)
 
 
 def test_one_seed_gives_the_same_language_model_under_every_division(tmp_path: Path) -> None:
@@ -367,7 +369,7 @@ def test_one_seed_gives_the_same_language_model_under_every_division(tmp_path: P
     )
     words = (*SMALL_GPT, *few, "train.steps=20", "optim.warmup=2", "data.global_batch=12",
              f"data.root={own}", "group=inline")  # fmt: skip
-    found = {}
+    losses = {}
     for division in (
         "parallel=ddp scale=1x2",
         "parallel=fsdp scale=1x3",
@@ -381,10 +383,10 @@ def test_one_seed_gives_the_same_language_model_under_every_division(tmp_path: P
         run = Program(folder, "job=gpt", *words, *division.split())
         assert run.wait(300) == 0, run.screen
         metrics = run.result()["metrics"]
-        found[division] = [metrics["test_loss"], metrics["loss"]]
-    wanted = found["parallel=ddp scale=1x2"]
+        losses[division] = [metrics["test_loss"], metrics["loss"]]
+    wanted = losses["parallel=ddp scale=1x2"]
     assert wanted[0] < 5  # it has learned
-    assert [*found.values()] == [pytest.approx(wanted, abs=1e-3)] * len(found), found
+    assert [*losses.values()] == [pytest.approx(wanted, abs=1e-3)] * len(losses), losses
 
 
 def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision(
@@ -404,20 +406,20 @@ def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision
     )
     job, call = composed("gpt", *SMALL_GPT, "train.steps=40", *words)
 
-    def heard(job: Job) -> Any:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            return call(job), said.getvalue()
+    def with_output(job: Job) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            return call(job), output.getvalue()
 
-    told = run_ranks(2, job, heard, tmp_path / "run")
-    assert [each.error for each in told] == ["", ""]
-    (figures, said), (others, silent) = (each.value for each in told)
+    results = run_ranks(2, job, with_output, tmp_path / "run")
+    assert [each.error for each in results] == ["", ""]
+    (figures, output), (others, silent) = (each.value for each in results)
     assert figures == others
     assert (
         0 < figures["bits_per_byte"] < figures["test_loss"] / np.log(2) / 2
     )  # a token has more than two bytes
     assert figures["bits_per_byte"] < 1  # a song repeats itself
-    assert said.startswith("--- 20 tokens after 'def '\ndef ")
-    assert len(said) > 60
+    assert output.startswith("--- 20 tokens after 'def '\ndef ")
+    assert len(output) > 60
     assert not silent
     saved = checkpoint_files.newest(tmp_path / "run" / "checkpoints")
     assert saved is not None
@@ -426,14 +428,15 @@ def test_the_language_model_learns_byte_pairs_of_your_own_text_in_half_precision
 
 def test_the_language_model_refuses_another_tokenizer(tmp_path: Path) -> None:
     job, call = composed("gpt", "job.args.tokenizer=bep")
-    (told,) = run_ranks(1, job, call, tmp_path)
-    assert "did you mean job.args.tokenizer=bpe" in told.error
+    (result,) = run_ranks(1, job, call, tmp_path)
+    assert "did you mean job.args.tokenizer=bpe" in result.error
 
 
 def test_the_language_model_refuses_a_folder_without_text(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1")
     job, call = composed("gpt", f"data.root={tmp_path}")
-    (told,) = run_ranks(1, job, call, tmp_path)
+    (result,) = run_ranks(1, job, call, tmp_path)
     assert (
-        "its 1 text files (.md, .py, .rst, .txt) have 5 bytes, too few to learn from" in told.error
+        "its 1 text files (.md, .py, .rst, .txt) have 5 bytes, too few to learn from"
+        in result.error
     )

@@ -91,11 +91,11 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def children(cluster: Any) -> dict[int, str]:
     """The title of each process that the raylet of the only node has started, by pid."""
-    found = {}
+    result = {}
     for each in psutil.Process(cluster.head_node.all_processes["raylet"][0].process.pid).children():
         with suppress(psutil.Error, IndexError):  # it has just ended
-            found[each.pid] = each.cmdline()[0]
-    return found
+            result[each.pid] = each.cmdline()[0]
+    return result
 
 
 def idle(cluster: Any) -> set[int]:

@@ -25,6 +25,6 @@ def test_the_ranks_of_a_program_are_bound_and_collect_together(tmp_path: Path) -
     for rank in (first, second):
         assert rank["enabled"]
         assert [step for step in rank["full"] if step > 3] == [5, 10, 15, 20]
-    found = os.lstat(Path(first["inductor"]).parent)
-    assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o700, os.getuid())
+    status = os.lstat(Path(first["inductor"]).parent)
+    assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o700, os.getuid())
     assert second["inductor"] == first["inductor"]

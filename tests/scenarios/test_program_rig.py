@@ -157,8 +157,10 @@ def test_ranks_of_horovods_know_their_hosts(rig: Rig, home: Path) -> None:
     (home / "add_up.py").write_text(ADD_UP)
     (home / "go.py").write_text(GO)
     done = rig.hosts[0].run(["python", "go.py", str(home / "add_up.py")], cwd=home)
-    told = next(line for line in done.stdout.splitlines() if line.startswith("VALUES"))
-    assert told == "VALUES " + str(tuple((15.0, node, 3, 2) for node in range(3) for _ in range(2)))
+    values = next(line for line in done.stdout.splitlines() if line.startswith("VALUES"))
+    assert values == "VALUES " + str(
+        tuple((15.0, node, 3, 2) for node in range(3) for _ in range(2))
+    )
 
 
 def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(
@@ -244,8 +246,8 @@ def nothing_left(rig: Rig) -> list[str]:
 def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
     before = [host.bytes("ib0")[1] for host in rig.hosts]
     _, folder, _ = run_mpi(rig, home, "script=sum.py", *APART)
-    told = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
-    assert told == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
+    logs = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
+    assert logs == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
     assert [
         host.bytes("ib0")[1] - sent < 1000 for host, sent in zip(rig.hosts, before, strict=True)
     ] == [True] * 3
@@ -293,8 +295,8 @@ def test_a_killed_rank_of_another_host_is_the_culprit(rig: Rig, home: Path) -> N
 @requires_mpich
 def test_mpich_too(rig: Rig, home: Path) -> None:
     _, folder, _ = run_mpi(rig, home, "script=sum.py", *HYDRA)
-    told = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
-    assert told == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
+    logs = [(folder / "logs" / f"rank-{rank}.log").read_text().split() for rank in range(6)]
+    assert logs == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
     _, _, result = run_mpi(rig, home, "script=killed.py", *HYDRA, code=1)
     assert (result["cause"]["rank"], result["cause"]["signal"]) == (3, signal.SIGKILL)
     assert nothing_left(rig) == []

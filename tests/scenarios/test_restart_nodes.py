@@ -47,11 +47,11 @@ def use(host: Host, share: float) -> None:
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with hosts(3) as made:
-        for host in made.hosts:
+    with hosts(3) as rig:
+        for host in rig.hosts:
             furnish(host)
-        made.ray_up(cpus=2, env=ENV)
-        yield made
+        rig.ray_up(cpus=2, env=ENV)
+        yield rig
 
 
 def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
@@ -82,8 +82,8 @@ def events(folder: Path, kind: str) -> list[Event]:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    made: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
-    return made
+    result: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+    return result
 
 
 def reached(folder: Path, step: int) -> bool:
@@ -97,12 +97,12 @@ def host_of(rig: Rig, folder: Path, rank: int) -> Host:
 
 def left(rig: Rig) -> list[str]:
     """The ranks on the hosts, and fork servers that do not wait for another run."""
-    found = []
+    running = []
     for host in rig.hosts:
         kept = idle_servers(host.folder / "tmp")
         lines = [line for pid, line in host.processes().items() if pid not in kept]
-        found += [line for line in lines if "raydist.node.fork_server" in line]
-    return found
+        running += [line for line in lines if "raydist.node.fork_server" in line]
+    return running
 
 
 def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(

@@ -58,14 +58,14 @@ def events(done: Result[Any], kind: str) -> list[Event]:
 
 def losses(done: Result[Any]) -> list[float]:
     """The loss of each step on rank 0; of a step that was done twice both must agree."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for report in events(done, "report"):
         if report["rank"] == 0 and "loss" in report["values"]:
             assert (
-                found.setdefault(report["step"], report["values"]["loss"])
+                result.setdefault(report["step"], report["values"]["loss"])
                 == report["values"]["loss"]
             )
-    return [loss for _, loss in sorted(found.items())]
+    return [loss for _, loss in sorted(result.items())]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -305,13 +305,13 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of its own with little room."""
-    made = tmp_path / "disk"
-    made.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(made)]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("root mounts a small disk, where it may")
-    yield made
-    subprocess.run(["umount", "--lazy", str(made)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 @pytest.mark.root
@@ -336,9 +336,9 @@ def test_a_full_disk_does_not_stop_the_training(
         "a checkpoint could not be written: OSError",
     ):
         assert any(word in text for text in done.warnings), done.warnings
-    found = checkpoint_files.newest(done.dir / "checkpoints")
-    assert found is not None
-    assert (found.step, found.path) == (16, done.checkpoint)
+    newest = checkpoint_files.newest(done.dir / "checkpoints")
+    assert newest is not None
+    assert (newest.step, newest.path) == (16, done.checkpoint)
     assert not list((done.dir / "checkpoints").glob(".*"))
 
 
@@ -495,10 +495,10 @@ def test_a_signal_leaves_the_last_state_on_the_disk(
     started.wait_for_step(20)
     started.signal(number)
     assert started.wait() == 128 + number, started.screen
-    found = checkpoint_files.newest(started.run_dir / "checkpoints")
-    assert found is not None
-    assert found.step >= 20
-    assert started.result()["checkpoint"] == str(found.path)
+    newest = checkpoint_files.newest(started.run_dir / "checkpoints")
+    assert newest is not None
+    assert newest.step >= 20
+    assert started.result()["checkpoint"] == str(newest.path)
     assert started.leftovers() == []
 
 
@@ -512,9 +512,9 @@ def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(
     started.signal(signal.SIGKILL)
     started.wait()
     assert started.leftovers() == []
-    found = checkpoint_files.newest(started.run_dir / "checkpoints")
-    assert found is not None
-    assert found.step >= max(event["step"] for event in started.events("report"))
+    newest = checkpoint_files.newest(started.run_dir / "checkpoints")
+    assert newest is not None
+    assert newest.step >= max(event["step"] for event in started.events("report"))
 
 
 def back(started: Program, count: int) -> bool:

@@ -111,9 +111,11 @@ def test_the_store_listens_on_the_training_address_only(on_ray: Path) -> None:
         import psutil
 
         port = int(os.environ["MASTER_PORT"])
-        found = psutil.net_connections()
+        connections = psutil.net_connections()
         return [
-            c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+            c.laddr.ip
+            for c in connections
+            if c.status == psutil.CONN_LISTEN and c.laddr.port == port
         ]
 
     done = raydist.run(job, "scale=1x2", QUIET)

@@ -96,8 +96,8 @@ def unbroken() -> Any:
 def saved(folder: Path) -> list[int]:
     """The steps of the checkpoints in a run folder, which are whole; nothing half written is beside
     them."""
-    found = sorted((folder / "checkpoints").iterdir())
-    return [checkpoint_files.verify(path).step for path in found]
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    return [checkpoint_files.verify(path).step for path in checkpoints]
 
 
 def test_the_steps_go_on_while_the_checkpoint_of_a_model_in_shards_is_written(folder: Path) -> None:

@@ -26,18 +26,18 @@ WORDS = (
 )
 
 
-def learn(config: Any, made: Any, struck: tuple[Fault, ...] = ()) -> list[list[int]]:
+def learn(config: Any, source: Any, struck: tuple[Fault, ...] = ()) -> list[list[int]]:
     """A training; the samples of each forward pass of this rank since the last restart."""
     faults.suffer(*struck)
     net = Net()
-    raydist.fit(config, model=net, train=made(), loss=faults.cross_entropy)
+    raydist.fit(config, model=net, train=source(), loss=faults.cross_entropy)
     return net.seen
 
 
-@pytest.mark.parametrize("made", [Placed, plain_loader])
-def test_a_killed_rank_costs_a_source_no_sample(made: Any, on_ray: Path) -> None:
+@pytest.mark.parametrize("source", [Placed, plain_loader])
+def test_a_killed_rank_costs_a_source_no_sample(source: Any, on_ray: Path) -> None:
     def run(*struck: Fault) -> Result[Any]:
-        return raydist.run(learn, *WORDS, "group=inline", made=made, struck=struck)
+        return raydist.run(learn, *WORDS, "group=inline", made=source, struck=struck)
 
     whole, again = run(), run(kill(1, 11))
     assert [end.step for end in again.restarts] == [11]

@@ -18,9 +18,9 @@ WORDS = ("job=digits", "train.epochs=1", "scale=2x1", "watch.progress=none")
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with hosts(2) as made:
-        made.ray_up(cpus=1, env=ENV)
-        yield made
+    with hosts(2) as rig:
+        rig.ray_up(cpus=1, env=ENV)
+        yield rig
 
 
 def train(rig: Rig, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -86,8 +86,8 @@ def metadata(rig: Rig, name: str) -> dict[str, str]:
         f"{server(rig)}/api/jobs/{name}", headers={"Authorization": f"Bearer {key}"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        told: dict[str, str] = json.load(answer)["metadata"]
-    return {name.removeprefix("raydist."): text for name, text in told.items()}
+        result: dict[str, str] = json.load(answer)["metadata"]
+    return {name.removeprefix("raydist."): text for name, text in result.items()}
 
 
 def submit(rig: Rig, name: str, *words: str, wait: bool = True, check: bool = True) -> str:
@@ -97,9 +97,9 @@ def submit(rig: Rig, name: str, *words: str, wait: bool = True, check: bool = Tr
     )
 
 
-def run_of(rig: Rig, said: str) -> tuple[Path, dict[str, Any]]:
+def run_of(rig: Rig, output: str) -> tuple[Path, dict[str, Any]]:
     """The run's folder, which its log names, and its result."""
-    folder = Path(re.findall(r"^run   .*, in (\S+)", said, re.MULTILINE)[-1])
+    folder = Path(re.findall(r"^run   .*, in (\S+)", output, re.MULTILINE)[-1])
     assert folder.is_relative_to(
         rig.hosts[0].folder / "home/raydist/runs"
     )  # not in Ray's copy, which is deleted
@@ -107,8 +107,8 @@ def run_of(rig: Rig, said: str) -> tuple[Path, dict[str, Any]]:
 
 
 def test_the_folders_own_conf_and_jobs_are_used_and_the_log_is_lines(rig: Rig) -> None:
-    said = submit(rig, "whole", "job=mine", "train.epochs=2", "watch.job_metadata=true")
-    assert "succeeded" in said
+    output = submit(rig, "whole", "job=mine", "train.epochs=2", "watch.job_metadata=true")
+    assert "succeeded" in output
     log = ray_job(rig, "logs", "whole")
     ours = log.partition("Running entrypoint")[2]  # before it come lines of Ray's own
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", ours), repr(log)
@@ -117,16 +117,16 @@ def test_the_folders_own_conf_and_jobs_are_used_and_the_log_is_lines(rig: Rig) -
     folder, result = run_of(rig, log)
     assert result["metrics"]["test_loss"] > 0
     assert "lr: 0.0125" in (folder / ".hydra/config.yaml").read_text()
-    told = metadata(rig, "whole")
-    assert (told["result"], told["run_dir"], told["attempts"]) == ("finished", str(folder), "1")
-    assert float(told["metrics.test_loss"]) == pytest.approx(
+    facts = metadata(rig, "whole")
+    assert (facts["result"], facts["run_dir"], facts["attempts"]) == ("finished", str(folder), "1")
+    assert float(facts["metrics.test_loss"]) == pytest.approx(
         result["metrics"]["test_loss"], rel=1e-4
     )
 
 
 def test_a_wrong_word_is_the_jobs_status(rig: Rig) -> None:
-    said = submit(rig, "code-2", "trian.epochs=3", check=False)
-    assert "failed with exit code 2" in said
+    output = submit(rig, "code-2", "trian.epochs=3", check=False)
+    assert "failed with exit code 2" in output
     assert "FAILED" in ray_job(rig, "list")
 
 
@@ -139,14 +139,14 @@ def test_the_tool_ends_as_the_job_did_and_the_metadata_names_the_culprit(rig: Ri
         "watch.job_metadata=true",
     ]
     sent = tool(rig, "--submission-id", "broken", "--", "scale=1x2", *words)
-    said, _ = sent.communicate(timeout=200)
-    assert sent.returncode == 1, said
-    assert "FAILED after" in said
-    told = metadata(rig, "broken")
-    assert told["result"] == "failed"
-    assert re.match(r"rank \d on host0, step 0, .*: TypeError: ", told["culprit"])
+    output, _ = sent.communicate(timeout=200)
+    assert sent.returncode == 1, output
+    assert "FAILED after" in output
+    facts = metadata(rig, "broken")
+    assert facts["result"] == "failed"
+    assert re.match(r"rank \d on host0, step 0, .*: TypeError: ", facts["culprit"])
     assert (
-        told["words"]
+        facts["words"]
         == f"scale=1x2 {' '.join(words[:3])} 'env.MY_TOKEN=***' watch.job_metadata=true"
     )
 
@@ -163,9 +163,9 @@ def test_what_can_not_be_is_refused_before_it_is_sent(
     rig: Rig, words: list[str], token: str | None, refused: str
 ) -> None:
     sent = tool(rig, "--submission-id", "never", *words, token=token)
-    said, _ = sent.communicate(timeout=200)
-    assert sent.returncode == 2, said
-    assert refused in said
+    output, _ = sent.communicate(timeout=200)
+    assert sent.returncode == 2, output
+    assert refused in output
     assert "'never'" not in ray_job(rig, "list")
 
 
@@ -178,11 +178,11 @@ def test_stop_saves_first_and_the_run_goes_on_from_there(rig: Rig) -> None:
         "its log ends before step 20"
     )
     sent.send_signal(signal.SIGINT)  # Ctrl-C ends the watching, not the job
-    said, _ = sent.communicate(timeout=100)
-    assert sent.returncode == 128 + signal.SIGINT, said
+    output, _ = sent.communicate(timeout=100)
+    assert sent.returncode == 128 + signal.SIGINT, output
     folder = Path(metadata(rig, "long")["run_dir"])  # it runs still
     assert "result" not in metadata(rig, "long")
-    (stop,) = re.findall(r"^  ray (job stop .*)", said, re.MULTILINE)
+    (stop,) = re.findall(r"^  ray (job stop .*)", output, re.MULTILINE)
     ray_job(rig, *shlex.split(stop)[1:])
     wait_until(lambda: "was stopped" in ray_job(rig, "status", "long"), "the end", 100)
     told_of, result = run_of(rig, ray_job(rig, "logs", "long"))
@@ -192,13 +192,13 @@ def test_stop_saves_first_and_the_run_goes_on_from_there(rig: Rig) -> None:
     step = int(saved.name.rpartition("-")[2])
     assert saved.parent == folder / "checkpoints"
     assert step >= 20
-    told = metadata(rig, "long")
-    assert (told["result"], told["signal"], told["checkpoint"]) == (
+    facts = metadata(rig, "long")
+    assert (facts["result"], facts["signal"], facts["checkpoint"]) == (
         "stopped",
         str(int(signal.SIGTERM)),
         str(saved),
     )
     again = tool(rig, *words, "resume=auto", f"train.steps={step + 2}")
-    said, _ = again.communicate(timeout=200)
-    assert again.returncode == 0, said
-    assert f"step {step + 2}" in said, said
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0, output
+    assert f"step {step + 2}" in output, output

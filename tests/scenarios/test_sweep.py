@@ -149,8 +149,8 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         "env.HF_TOKEN=${oc.env:HOME}",
     )
 
-    def started(*typed: str) -> Program:
-        return Program(tmp_path, *typed, address=ray_address, module="raydist.tools.sweep")
+    def started(*overrides: str) -> Program:
+        return Program(tmp_path, *overrides, address=ray_address, module="raydist.tools.sweep")
 
     def at(number: int, step: int) -> bool:
         path = folder / str(number) / "events.jsonl"
@@ -190,8 +190,8 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         (48, trial.values) for trial in unbroken.trials
     ]
     for trial in unbroken.trials:
-        told, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
-        assert told.items() <= whole.items(), (
+        resumed, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
+        assert resumed.items() <= whole.items(), (
             trial.number
         )  # the driver had not heard of all steps when it was killed
     assert len(events(folder / "1", "run")) == 2  # it was stopped, and had finished before the kill

@@ -19,7 +19,7 @@ from tests.browser import Browser, needs_chromium
 from tests.programs import Program
 from tests.scenarios.test_track import ledger
 from tests.scenarios.test_watch_page import DRAWN, assert_only_local, status_of, watching
-from tests.scenarios.test_watch_rig import told
+from tests.scenarios.test_watch_rig import first_event
 
 pytestmark = pytest.mark.ray
 JOB = """
@@ -50,8 +50,8 @@ class Swept(NamedTuple):
 
 @pytest.fixture(scope="module")
 def swept(ray_address: str) -> Iterator[Swept]:
-    made = tempfile.TemporaryDirectory(prefix="s-", ignore_cleanup_errors=True)
-    with made as name, pytest.MonkeyPatch.context() as on:
+    tmp = tempfile.TemporaryDirectory(prefix="s-", ignore_cleanup_errors=True)
+    with tmp as name, pytest.MonkeyPatch.context() as on:
         there, folder = Path(name), Path(name, "runs/job/one_sweep")
         env = {"TRACKIO_DIR": f"{name}/trackio", "MLFLOW_TRACKING_URI": f"sqlite:///{name}/mlflow.db",
                "WANDB_MODE": "offline", "HOME": name}  # fmt: skip
@@ -64,9 +64,9 @@ def swept(ray_address: str) -> Iterator[Swept]:
         program = Program(there, *words, *track, address=ray_address, module="raydist.tools.sweep")
         program.wait_until(lambda: "page  http" in program.screen, "link")
         (link,) = re.findall(r"page  (http\S+)", program.screen)
-        _, running = told(f"{link}trials", both_wait)
+        _, running = first_event(f"{link}trials", both_wait)
         (there / "go").touch()
-        _, last = told(
+        _, last = first_event(
             f"{link}trials", lambda name, news: name == "sweep" and news["state"] == "finished"
         )
         assert program.wait() == 0, program.screen

@@ -63,12 +63,12 @@ def there() -> Iterator[Path]:
 @pytest.fixture
 def stores(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Where trackers of a test keep what they are told."""
-    made = {"TRACKIO_DIR": f"{there}/trackio", "MLFLOW_TRACKING_URI": f"sqlite:///{there}/mlflow.db",
+    env = {"TRACKIO_DIR": f"{there}/trackio", "MLFLOW_TRACKING_URI": f"sqlite:///{there}/mlflow.db",
             "WANDB_MODE": "offline", "HOME": str(there), "TMPDIR": str(there)}  # fmt: skip
-    for name, value in made.items():
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    return made
+    return env
 
 
 def ledger(folder: Path, name: str) -> Any:
@@ -108,10 +108,10 @@ def test_each_step_once_whoever_is_killed(
         read = {
             name: pool.submit(trackers.read, *words, env=stores) for name, words in wanted.items()
         }
-    found = {name: each.result() for name, each in read.items()}
-    rest = found.pop("rest")
-    for name in found["wandb"]["curves"]:
-        found["wandb"]["curves"][name] += rest["curves"][name]
+    results = {name: each.result() for name, each in read.items()}
+    rest = results.pop("rest")
+    for name in results["wandb"]["curves"]:
+        results["wandb"]["curves"][name] += rest["curves"][name]
     # what counted: the last that rank 0 reported of each step
     losses = {
         event["step"]: event["values"]["loss"]
@@ -119,7 +119,7 @@ def test_each_step_once_whoever_is_killed(
         for event in read_events(folder / "events.jsonl")
         if event["kind"] == "report" and event["rank"] == 0 and "loss" in event["values"]
     }
-    for name, facts in found.items():
+    for name, facts in results.items():
         assert [step for step, _ in facts["curves"]["loss"]] == sorted(losses), name
         assert dict(facts["curves"]["loss"]) == pytest.approx(losses, abs=1e-6), name
         assert [step for step, _ in facts["curves"]["test_loss"]] == [16, 32], name
@@ -132,14 +132,14 @@ def test_each_step_once_whoever_is_killed(
         assert "train.epochs" in text or facts["config"]["train"]["epochs"] == 2, name
     cpu = f"system/{socket.gethostname()}/cpu"
     assert cpu in rest["system"]
-    assert cpu in found["tensorboard"]["curves"].keys() & found["mlflow"]["curves"].keys()
-    assert cpu in found["trackio"]["system"]
-    assert (found["mlflow"]["runs"], found["trackio"]["runs"]) == (1, 1)
-    assert {*found["wandb"]["ids"], *rest["ids"]} == {ids["wandb"]}
+    assert cpu in results["tensorboard"]["curves"].keys() & results["mlflow"]["curves"].keys()
+    assert cpu in results["trackio"]["system"]
+    assert (results["mlflow"]["runs"], results["trackio"]["runs"]) == (1, 1)
+    assert {*results["wandb"]["ids"], *rest["ids"]} == {ids["wandb"]}
     ends = (
-        found["tensorboard"]["status"][-1],
-        found["mlflow"]["status"],
-        found["trackio"]["status"],
+        results["tensorboard"]["status"][-1],
+        results["mlflow"]["status"],
+        results["trackio"]["status"],
         rest["status"],
     )
     assert ends == ("finished", "FINISHED", ["finished"], [0])
@@ -152,8 +152,8 @@ def test_a_failed_run_is_no_finished_one(tmp_path: Path, stores: dict[str, str])
     folder = caught.value.result.dir
     wanted = ["mlflow", ledger(folder, "mlflow")["id"]], ["wandb", str(folder)]
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda words: trackers.read(*words, env=stores), wanted))
-    for facts in found:
+        results = list(pool.map(lambda words: trackers.read(*words, env=stores), wanted))
+    for facts in results:
         assert facts["status"] in ("FAILED", [1])
         assert "rank 1" in facts["culprit"]
         assert "struck at step 3" in facts["culprit"]
@@ -216,12 +216,12 @@ def test_a_tracker_that_cannot_costs_one_warning(
     assert any(
         "trackio has not all of the run: its process ended with -9" in text for text in warned
     )
-    told = [
+    texts = [
         event["text"]
         for event in read_events(done.dir / "events.jsonl")
         if event["kind"] == "track"
     ]
-    assert any("mlflow" in text and "waits up to 6 s" in text for text in told)
+    assert any("mlflow" in text and "waits up to 6 s" in text for text in texts)
     assert not [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
     assert list((done.dir / "wandb").glob("offline-run-*"))
 
@@ -245,9 +245,9 @@ def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
     )
     done = raydist.run(job, f"hydra.run.dir={tmp_path}/run", *words)
     assert done.status == "finished"
-    found = trackers.read("tensorboard", ledger(done.dir, "tensorboard")["id"], env=stores)
-    assert [step for step, _ in found["curves"]["loss"]] == [1, 2, 3]
-    assert found["status"][-1] == "finished"
+    result = trackers.read("tensorboard", ledger(done.dir, "tensorboard")["id"], env=stores)
+    assert [step for step, _ in result["curves"]["loss"]] == [1, 2, 3]
+    assert result["status"][-1] == "finished"
     warned = [
         event["text"]
         for event in read_events(done.dir / "events.jsonl")

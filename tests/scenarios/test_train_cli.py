@@ -69,18 +69,18 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind: str, here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
-    typed, _, _, suggestion = REFUSED[kind]
+    overrides, _, _, suggestion = REFUSED[kind]
     before = sorted(here.rglob("*"))
-    assert train.main(typed) == 2
-    shown = capfd.readouterr()
+    assert train.main(overrides) == 2
+    output = capfd.readouterr()
     warned = kind == "password in a URL"
-    assert [line.partition(":")[0] for line in shown.err.splitlines()][: 1 + warned] == [
+    assert [line.partition(":")[0] for line in output.err.splitlines()][: 1 + warned] == [
         "warning"
     ] * warned + ["error"]
-    assert suggestion in shown.err
-    assert "Traceback" not in shown.err
-    assert "hydra.cc" not in shown.err
-    assert shown.out == ""
+    assert suggestion in output.err
+    assert "Traceback" not in output.err
+    assert "hydra.cc" not in output.err
+    assert output.out == ""
     assert ran.jobs == []
     assert sorted(here.rglob("*")) == before
 
@@ -142,7 +142,7 @@ def ends(error: BaseException) -> Callable[[Job], None]:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "shown"),
+    ("error", "code", "output"),
     [
         (ConfigError("no GPU here"), 2, "error: no GPU here\n"),
         (LaunchError("no cluster"), 1, "error: no cluster\n"),
@@ -157,14 +157,14 @@ def ends(error: BaseException) -> Callable[[Job], None]:
 def test_exit_codes(
     error: BaseException,
     code: int,
-    shown: str,
+    output: str,
     here: Path,
     ran: Ran,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     ran.does = ends(error)
     assert train.main([]) == code
-    assert capfd.readouterr().err == shown
+    assert capfd.readouterr().err == output
 
 
 def test_a_fault_of_raydist_keeps_its_traceback(
@@ -172,9 +172,9 @@ def test_a_fault_of_raydist_keeps_its_traceback(
 ) -> None:
     ran.does = ends(ZeroDivisionError("oh"))
     assert train.main([]) == 1
-    shown = capfd.readouterr().err
-    assert "Traceback" in shown
-    assert "ZeroDivisionError: oh" in shown
+    output = capfd.readouterr().err
+    assert "Traceback" in output
+    assert "ZeroDivisionError: oh" in output
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_a_failed_run_ends_the_sweep(error: BaseException, code: int, here: Path
 
 def test_help_tells_all(here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--help"]) == 0
-    shown = capfd.readouterr().out
-    assert all(name in shown for name in SETTINGS)
+    output = capfd.readouterr().out
+    assert all(name in output for name in SETTINGS)
     assert all(help.texts()[name] for name in SETTINGS)
-    flat = " ".join(shown.split())
+    flat = " ".join(output.split())
     assert "(float = 0.05) Learning rate for a global batch of `scaling_batch`" in flat
     assert "train.precision (fp32|bf16|fp16 = fp32)" in flat
     assert "backend= auto, gloo" in flat
@@ -204,10 +204,10 @@ def test_cfg_shows_and_starts_nothing(
     here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(["--cfg", "job", "scale=2x8", "env.HF_TOKEN=s3cret"]) == 0
-    shown = capfd.readouterr().out
-    config = OmegaConf.create(shown)
+    output = capfd.readouterr().out
+    config = OmegaConf.create(output)
     assert (config.scale.nodes, config.scale.per_node, config.name) == (2, 8, "digits")
-    assert "s3cret" not in shown
+    assert "s3cret" not in output
     assert train.main(["--cfg", "job", "--package", "optim", "optim=adam"]) == 0
     assert "name: adam" in capfd.readouterr().out
     assert ran.jobs == []
@@ -219,8 +219,8 @@ def test_info_tells_where_settings_come_from(
 ) -> None:
     with quiet_logging():
         assert train.main(["--info", "searchpath"]) == 0
-    shown = capfd.readouterr().out
-    assert shown.index(str(here / "conf")) < shown.index("raydist://")
+    output = capfd.readouterr().out
+    assert output.index(str(here / "conf")) < output.index("raydist://")
 
 
 @contextlib.contextmanager
@@ -265,16 +265,16 @@ def test_completion_is_installed_for_the_command(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/raydist/train.py"])
     assert train.main(["-sc", f"install={shell}"]) == 0
-    shown = capfd.readouterr().out
-    assert "raydist" in shown.rstrip().splitlines()[-1]
-    assert "train.py" not in shown
+    output = capfd.readouterr().out
+    assert "raydist" in output.rstrip().splitlines()[-1]
+    assert "train.py" not in output
 
 
-def python(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`python -m raydist.train`, as a person would."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "raydist.train", *typed],
+        [sys.executable, "-m", "raydist.train", *words],
         cwd=cwd,
         env=environment,
         capture_output=True,
@@ -286,8 +286,8 @@ def python(*typed: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     "kind", ["key one level off", "broken yaml", "job file misspelt", "unknown flag"]
 )
 def test_refused_as_a_program(kind: str, here: Path) -> None:
-    typed, _, _, suggestion = REFUSED[kind]
-    done = python(*typed, cwd=here)
+    overrides, _, _, suggestion = REFUSED[kind]
+    done = python(*overrides, cwd=here)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")

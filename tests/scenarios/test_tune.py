@@ -51,17 +51,17 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
     from ray import tune
     from ray.util import placement_group_table
 
-    found = tune.Tuner(
+    results = tune.Tuner(
         tune.with_resources(trainable, {"CPU": 1}),
         param_space={"rate": tune.grid_search([0.1, 0.25, 0.9])},
         tune_config=tune.TuneConfig(max_concurrent_trials=1),
         run_config=tune.RunConfig(storage_path=str(on_ray / "tune"), verbose=0),
     ).fit()
-    assert [(each.metrics or {}).get("ranks") for each in found] == [2, 2, None]
-    assert [(each.metrics or {})["total"] for each in found if each.error is None] == pytest.approx(
-        [0.2, 0.5]
-    )
-    assert len(found.errors) == 1
+    assert [(each.metrics or {}).get("ranks") for each in results] == [2, 2, None]
+    assert [
+        (each.metrics or {})["total"] for each in results if each.error is None
+    ] == pytest.approx([0.2, 0.5])
+    assert len(results.errors) == 1
 
     def released() -> bool:
         held = {each["state"] for each in placement_group_table().values()} - {"REMOVED"}

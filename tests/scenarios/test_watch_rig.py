@@ -96,7 +96,7 @@ def watching(folder: Path, token: str, *words: str) -> Iterator[tuple[subprocess
         program.stdout.close()
 
 
-def told(link: str, enough: Callable[[str, Any], bool]) -> tuple[str, Any]:
+def first_event(link: str, enough: Callable[[str, Any], bool]) -> tuple[str, Any]:
     """The first event of a stream that is enough."""
     reply: http.client.HTTPResponse
     with urllib.request.urlopen(link, timeout=PATIENCE_S) as reply:
@@ -116,35 +116,35 @@ def test_the_log_of_a_rank_on_another_node_by_the_dashboards_port(tmp_path: Path
         token = submitted(rig)
         with forwarded(rig.hosts[0].address(), 8265) as port:
             words = ("--job", "watched", "--address", f"http://127.0.0.1:{port}")
-            with watching(tmp_path, token, *words) as (_, said):  # while the job starts
-                assert said.startswith("http") or "no run folder" in said
+            with watching(tmp_path, token, *words) as (_, output):  # while the job starts
+                assert output.startswith("http") or "no run folder" in output
             wait_for_folder(rig)
             with watching(tmp_path, token, *words) as (program, link):
-                _, state = told(
+                _, state = first_event(
                     f"{link}stream",
                     lambda name, value: name == "state" and (value["step"] or 0) >= 5,
                 )
                 assert (state["status"], state["world_size"]) == ("running", 2)
-                _, ranks = told(f"{link}stream", lambda name, value: name == "ranks")
+                _, ranks = first_event(f"{link}stream", lambda name, value: name == "ranks")
                 assert {row[1] for row in ranks["ranks"].values()} == {"host0", "host1"}
-                _, log = told(
+                _, log = first_event(
                     f"{link}log?rank=1", lambda name, value: "rank 1 says" in value["text"]
                 )
                 last = max(int(number) for number in re.findall(r"rank 1 says (\d+)", log["text"]))
-                told(
+                first_event(
                     f"{link}log?rank=1",
                     lambda name, value: f"rank 1 says {last + 20}\n" in value["text"],
                 )
                 connections = psutil.Process(program.pid).net_connections("tcp")
-                asked = {
+                requests = {
                     each.raddr
                     for each in connections
                     if each.raddr and f":{each.laddr.port}/" not in link
                 }
-                assert asked == {("127.0.0.1", port)}
-            with watching(tmp_path, "0" * 64, *words) as (program, said):
+                assert requests == {("127.0.0.1", port)}
+            with watching(tmp_path, "0" * 64, *words) as (program, output):
                 assert program.wait(PATIENCE_S) == 2
-                assert "is not this cluster's" in said
+                assert "is not this cluster's" in output
 
 
 def submitted(rig: Rig) -> str:

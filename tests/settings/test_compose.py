@@ -139,9 +139,9 @@ def test_conf_here_comes_before_the_packaged_one(here: Path) -> None:
 
 def test_the_config_of_another_program_is_refused(here: Path) -> None:
     write(here / "conf" / "config.yaml", "db: mysql\n")
-    said = refusal()
-    assert str(here / "conf" / "config.yaml") in said
-    assert "- schema" in said
+    text = refusal()
+    assert str(here / "conf" / "config.yaml") in text
+    assert "- schema" in text
 
 
 @pytest.mark.parametrize(
@@ -340,9 +340,9 @@ def test_runs_of_one_second_have_folders_of_their_own(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same_second(monkeypatch)
-    made = [compose(claim=True).dir for _ in range(3)]
-    assert made == [f"{here}/runs/digits/noon{suffix}" for suffix in ("", "-2", "-3")]
-    assert all(Path(folder).is_dir() for folder in made)
+    folders = [compose(claim=True).dir for _ in range(3)]
+    assert folders == [f"{here}/runs/digits/noon{suffix}" for suffix in ("", "-2", "-3")]
+    assert all(Path(folder).is_dir() for folder in folders)
 
 
 def test_the_loser_of_a_race_takes_the_next_folder(
@@ -414,7 +414,7 @@ def test_a_job_is_frozen(here: Path, action: Callable[[Job], None]) -> None:
 def test_threads_compose_one_at_a_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra.core.utils import setup_globals
 
-    inside, found = [0, 0], dict[int, int | None]()
+    inside, seeds = [0, 0], dict[int, int | None]()
 
     def slow() -> None:
         inside[0] += 1
@@ -426,12 +426,12 @@ def test_threads_compose_one_at_a_time(here: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("raydist.settings.compose.setup_globals", slow)
 
     def one(count: int) -> None:
-        found[count] = compose([f"scale={count}x1"]).scale.nodes
+        seeds[count] = compose([f"scale={count}x1"]).scale.nodes
 
     threads = [threading.Thread(target=one, args=(count,)) for count in (1, 2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {1: 1, 2: 2, 3: 3}
+    assert seeds == {1: 1, 2: 2, 3: 3}
     assert inside == [0, 1]

@@ -11,13 +11,13 @@ from raydist.shared.errors import ConfigError
 GROUPS = frozenset({"job", "backend", "scale", "model", "optim", "hydra", "hydra/launcher"})
 
 
-def translated(*typed: str, multirun: bool = False) -> list[str]:
-    return words.translate_overrides(typed, GROUPS, multirun)
+def translated(*overrides: str, multirun: bool = False) -> list[str]:
+    return words.translate_overrides(overrides, GROUPS, multirun)
 
 
-def refusal(*typed: str) -> str:
+def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        words.translate_overrides(typed, GROUPS)
+        words.translate_overrides(overrides, GROUPS)
     return str(caught.value)
 
 
@@ -27,7 +27,7 @@ def as_hydra_reads(word: str) -> tuple[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("typed", "key", "value"),
+    ("word", "key", "value"),
     [
         ("optim.lr=0.1", "optim.lr", 0.1),
         ("backend=nccl", "backend", "nccl"),
@@ -65,12 +65,12 @@ def as_hydra_reads(word: str) -> tuple[str, object]:
         ("train={epochs: 3}", "train", {"epochs": 3}),
     ],
 )
-def test_hydra_reads_what_was_meant(typed: str, key: str, value: object) -> None:
-    assert as_hydra_reads(translated(typed)[0]) == (key, value)
+def test_hydra_reads_what_was_meant(word: str, key: str, value: object) -> None:
+    assert as_hydra_reads(translated(word)[0]) == (key, value)
 
 
 @pytest.mark.parametrize(
-    "typed",
+    "word",
     [
         "model.num_classes=10",
         "env.A=b,c",
@@ -84,16 +84,16 @@ def test_hydra_reads_what_was_meant(typed: str, key: str, value: object) -> None
         "++optim.lr=1",
     ],
 )
-def test_translating_twice_changes_nothing(typed: str) -> None:
-    once = translated(typed)
+def test_translating_twice_changes_nothing(word: str) -> None:
+    once = translated(word)
     assert translated(*once) == once
 
 
 @pytest.mark.parametrize(
-    "typed", ["model.a=1", "job.args.a=1", "optim.args.a=1", "env.A=1", "scale.labels.a=1"]
+    "word", ["model.a=1", "job.args.a=1", "optim.args.a=1", "env.A=1", "scale.labels.a=1"]
 )
-def test_open_dictionaries_take_any_key(typed: str) -> None:
-    assert OverridesParser.create().parse_override(translated(typed)[0]).is_force_add()
+def test_open_dictionaries_take_any_key(word: str) -> None:
+    assert OverridesParser.create().parse_override(translated(word)[0]).is_force_add()
 
 
 def test_a_sweep_over_variables_stays_a_sweep() -> None:
@@ -114,9 +114,9 @@ def test_a_secret_with_a_comma_is_one_value_in_a_sweep_too() -> None:
 
 
 def test_an_unlike_word_is_not_guessed_at() -> None:
-    said = refusal("zzzz=1")
-    assert "did you mean" not in said
-    assert "backend" in said
+    text = refusal("zzzz=1")
+    assert "did you mean" not in text
+    assert "backend" in text
 
 
 def test_settings_have_full_names() -> None:

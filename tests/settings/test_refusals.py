@@ -468,18 +468,18 @@ def write_wrong_files(here: Path) -> None:
 def test_the_error_has_key_value_and_suggestion(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed, key, value, suggestion = REFUSED[kind]
+    overrides, key, value, suggestion = REFUSED[kind]
     monkeypatch.chdir(tmp_path)
     write_wrong_files(tmp_path)
     with pytest.raises(raydist.ConfigError) as refused:
-        train.run_command(train.parse_arguments(typed))
+        train.run_command(train.parse_arguments(overrides))
     error = refused.value
-    found = (
+    actual = (
         error.value.replace(str(tmp_path), "<here>")
         if isinstance(error.value, str)
         else error.value
     )
-    assert (error.key, found, error.suggestion) == (key, value, suggestion)
+    assert (error.key, actual, error.suggestion) == (key, value, suggestion)
     assert suggestion in str(error)
     assert value is None or str(error.value) in str(error)
     assert key.partition(".")[0] in str(error) or str(value) in str(error)

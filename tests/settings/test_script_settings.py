@@ -96,7 +96,7 @@ def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "means"),
+    ("args", "means"),
     [
         ("", "[]"),
         ("--a 1 'b c'", "['--a','1','b c']"),
@@ -105,8 +105,8 @@ def test_a_script_is_settled_and_gives_the_run_its_name() -> None:
         ("[{rank},--x={rank}]", "['{rank}','--x={rank}']"),
     ],
 )
-def test_arguments_as_in_a_shell_or_as_a_list(typed: str, means: str) -> None:
-    assert as_list("args", typed) == means
+def test_arguments_as_in_a_shell_or_as_a_list(args: str, means: str) -> None:
+    assert as_list("args", args) == means
 
 
 def test_packages_with_their_versions() -> None:
@@ -136,9 +136,9 @@ def test_a_file_of_variables_as_docker_reads_it(tmp_path: Path) -> None:
 
 def test_secrets_of_a_file_are_in_no_saved_config(tmp_path: Path) -> None:
     Path("some.env").write_text("API_TOKEN=hush\nPLAIN=${x}\n")
-    made = job("env_file=some.env")
-    assert made.env == {"API_TOKEN": "hush", "PLAIN": "${x}"}
-    compose.save_settings(made, tmp_path / "saved.yaml")
+    composed = job("env_file=some.env")
+    assert composed.env == {"API_TOKEN": "hush", "PLAIN": "${x}"}
+    compose.save_settings(composed, tmp_path / "saved.yaml")
     assert "hush" not in (tmp_path / "saved.yaml").read_text()
     with compose.hydra_set_up():
         shown = OmegaConf.to_yaml(compose.Loader().load(["script=train.py", "env_file=some.env"]))

@@ -68,7 +68,7 @@ def test_a_secret_within_a_text_is_masked(text: str, saved: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "named"),
+    ("override", "named"),
     [
         ("env.WANDB_API_KEY=abc", "env.WANDB_API_KEY:"), ("+env.PGPASS=hush", "env.PGPASS:"),
         ("env.DB=pg://me:hush@h/x", "env.DB:"), ("env.KEYS=4", ""), ("env.NCCL_DEBUG=INFO", ""),
@@ -78,14 +78,14 @@ def test_a_secret_within_a_text_is_masked(text: str, saved: str) -> None:
     ],
 )  # fmt: skip
 def test_a_secret_that_is_typed_is_named_without_its_value(
-    typed: str,
+    override: str,
     named: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert train.main([typed, "no.such_setting=1"]) == 2
+    assert train.main([override, "no.such_setting=1"]) == 2
     warnings = [
         line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")
     ]
@@ -159,7 +159,7 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
     (tmp_path / "mine.py").write_text("def job(config, **words): ...\n")
     (tmp_path / "conf" / "optim").mkdir(parents=True)
     (tmp_path / "conf" / "optim" / "mine.yaml").write_text("defaults: [sgd]\nargs: {token: hush}\n")
-    overrides = ["job=mine.py", *(typed for typed, _, _ in PLACES)]
+    overrides = ["job=mine.py", *(override for override, _, _ in PLACES)]
     if many:
         config = SweepConfig([*overrides, "seed=1,2"])
         job = Space(config).job({"seed": "2"})
@@ -173,8 +173,8 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
             "overrides.yaml",
             "hydra.yaml",
         }
-    for typed, given, value in PLACES:
-        assert given(job) == value, typed
+    for override, given, value in PLACES:
+        assert given(job) == value, override
     written = [file.read_text() for file in tmp_path.rglob("runs/**/*") if file.is_file()]
     assert written
     for text in (*written, json.dumps(as_saved(job))):
@@ -187,10 +187,10 @@ def test_choices_that_are_secrets_stay_choices(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def job(config, **words): ...\n")
-    made = Space(SweepConfig(["job=mine.py", "job.args.token=hush,'hu,sh'"]))
-    settings = [*made.grid()]
+    space = Space(SweepConfig(["job=mine.py", "job.args.token=hush,'hu,sh'"]))
+    settings = [*space.grid()]
     assert "hu" not in json.dumps(settings)
-    assert [made.job(each).job.args["token"] for each in settings] == ["hush", "hu,sh"]
+    assert [space.job(each).job.args["token"] for each in settings] == ["hush", "hu,sh"]
 
 
 def test_a_run_leaves_none_in_any_file(tmp_path: Path) -> None:
@@ -220,11 +220,11 @@ def test_rays_token_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / ".ray" / "auth_token"
     local_ray.protect_token(tmp_path)
-    made = file.read_text()
-    assert (len(made), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
+    token = file.read_text()
+    assert (len(token), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
     file.chmod(0o644)  # as Ray makes it
     local_ray.protect_token(tmp_path)
-    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (made, 0o600)
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == (token, 0o600)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     local_ray.protect_token(tmp_path / "elsewhere")
     assert not (tmp_path / "elsewhere").exists()

@@ -72,7 +72,7 @@ def test_arguments_that_fit(source: str, args: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "args", "said"),
+    ("source", "args", "text"),
     [
         ("def job(): ...", {"a": 1}, "job.args.a=1: job=digits has no argument a"),
         ("def job(config, width=1): ...", {"with": 1}, "did you mean job.args.width=1?"),
@@ -82,10 +82,10 @@ def test_arguments_that_fit(source: str, args: dict[str, object]) -> None:
         ("def job(config): ...", {"config": 1}, "job.args.config"),
     ],
 )
-def test_arguments_that_do_not(source: str, args: dict[str, object], said: str) -> None:
+def test_arguments_that_do_not(source: str, args: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(source, **args)
-    assert said in str(caught.value)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(

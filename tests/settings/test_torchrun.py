@@ -22,8 +22,8 @@ print(*[flag for action in get_args_parser()._actions for flag in action.option_
 
 def words(*argv: str, **env: str) -> dict[str, str]:
     """What is said, by its key."""
-    said = torchrun.translate_torchrun(argv, env)
-    return dict(word.split("=", 1) for word in said.overrides)
+    translated = torchrun.translate_torchrun(argv, env)
+    return dict(word.split("=", 1) for word in translated.overrides)
 
 
 def test_every_flag_of_torchrun_is_known_in_every_spelling() -> None:
@@ -49,7 +49,7 @@ def test_without_flags_it_is_what_torchrun_means() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "says"),
+    ("line", "says"),
     [
         ("--nnodes 2 --nproc-per-node 8", {"scale.nodes": "2", "scale.per_node": "8"}),
         (
@@ -74,13 +74,13 @@ def test_without_flags_it_is_what_torchrun_means() -> None:
         ("scale.per_node=4 scale.cpus=2", {"scale.per_node": "4", "scale.cpus": "2"}),
     ],
 )
-def test_flags_become_words(typed: str, says: dict[str, str]) -> None:
-    assert says.items() <= words(*typed.split(), "train.py").items()
+def test_flags_become_words(line: str, says: dict[str, str]) -> None:
+    assert says.items() <= words(*line.split(), "train.py").items()
 
 
 def test_defaults_come_from_torchruns_variables() -> None:
-    said = words("train.py", PET_NNODES="3", PET_NPROC_PER_NODE="2", PET_MODULE="1")
-    assert (said["scale.nodes"], said["scale.per_node"], said["script"]) == (
+    translated = words("train.py", PET_NNODES="3", PET_NPROC_PER_NODE="2", PET_MODULE="1")
+    assert (translated["scale.nodes"], translated["scale.per_node"], translated["script"]) == (
         "3",
         "2",
         "-m train.py",
@@ -88,7 +88,7 @@ def test_defaults_come_from_torchruns_variables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "runs", "args"),
+    ("argv", "runs", "args"),
     [
         (["train.py", "--lr", "0.1"], "train.py", "--lr 0.1"),
         (["-m", "pkg.train", "-m", "x"], "-m pkg.train", "-m x"),
@@ -98,9 +98,9 @@ def test_defaults_come_from_torchruns_variables() -> None:
         (["train.py", "--nnodes", "7", "a=b"], "train.py", "--nnodes 7 a=b"),
     ],
 )
-def test_the_script_and_what_is_its_own(typed: list[str], runs: str, args: str) -> None:
-    said = words(*typed)
-    assert (said["script"], said["args"]) == (runs, args)
+def test_the_script_and_what_is_its_own(argv: list[str], runs: str, args: str) -> None:
+    translated = words(*argv)
+    assert (translated["script"], translated["args"]) == (runs, args)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_the_script_and_what_is_its_own(typed: list[str], runs: str, args: str) 
     ],
 )
 def test_arguments_arrive_as_they_stand(arg: str) -> None:
-    said = torchrun.translate_torchrun(["train.py", "first", arg])
+    translated = torchrun.translate_torchrun(["train.py", "first", arg])
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     (word,) = [
         each
-        for each in translate_overrides(said.overrides, {"backend"})
+        for each in translate_overrides(translated.overrides, {"backend"})
         if each.startswith("args=")
     ]
     args = OverridesParser.create().parse_override(word).value()
@@ -137,7 +137,7 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "key", "value", "suggestion"),
+    ("line", "key", "value", "suggestion"),
     [
         ("", "script", None, "raydist launch [flags] train.py [its arguments]"),
         ("--nodes 2 train.py", "--nodes", None, "--nnodes"),
@@ -157,17 +157,17 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
     ],
 )
 def test_what_can_not_be_is_refused_with_a_suggestion(
-    typed: str, key: str, value: str | None, suggestion: str
+    line: str, key: str, value: str | None, suggestion: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        torchrun.translate_torchrun(typed.split(), {})
+        torchrun.translate_torchrun(line.split(), {})
     error = refused.value
     assert (error.key, error.value, error.suggestion) == (key, value, suggestion)
     assert suggestion in str(error)
 
 
 def test_what_is_needless_is_noted_and_let_be() -> None:
-    typed = [
+    argv = [
         "--rdzv-backend=c10d",
         "--rdzv_endpoint",
         "host:29500",
@@ -176,13 +176,13 @@ def test_what_is_needless_is_noted_and_let_be() -> None:
         "--standalone",
         "train.py",
     ]
-    said = torchrun.translate_torchrun(typed, {})
-    assert [note.split()[0] for note in said.notes] == [
+    translated = torchrun.translate_torchrun(argv, {})
+    assert [note.split()[0] for note in translated.notes] == [
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--master-port",
     ]
-    assert not any("29500" in word for word in said.overrides)
+    assert not any("29500" in word for word in translated.overrides)
     [note] = torchrun.translate_torchrun(["--nnodes", "2:4", "train.py"], {}).notes
     assert note.startswith("--nnodes 2:4: ")
 
@@ -201,7 +201,7 @@ def test_a_program_of_torchruns_by_its_command_line(
     on_ray: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scripts = Path(__file__).parents[1] / "scripts"
-    typed = [
+    argv = [
         "--standalone",
         "--nproc-per-node",
         "2",
@@ -209,11 +209,11 @@ def test_a_program_of_torchruns_by_its_command_line(
         str(on_ray / "here"),
         str(scripts / "env_ddp.py"),
     ]
-    assert launch.main([*typed, "--epochs", "2"]) == 0
-    shown = capfd.readouterr().out.splitlines()
-    assert sorted(line for line in shown if line.startswith("[")) == [
+    assert launch.main([*argv, "--epochs", "2"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(line for line in lines if line.startswith("[")) == [
         f"[{rank}] rank {rank} local {rank} of 2: same weights True" for rank in range(2)
     ]
     assert len(list((on_ray / "here").glob("*/*/logs/rank-1.log"))) == 1
-    assert launch.main([*typed, "--fail", "4"]) == 1
+    assert launch.main([*argv, "--fail", "4"]) == 1
     assert "rank 1" in capfd.readouterr().out

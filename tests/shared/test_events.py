@@ -17,9 +17,9 @@ from raydist.shared.events import Event, Events, event, read_events
 
 
 def test_every_event_has_a_time_and_a_kind() -> None:
-    made = event("phase", name="connect", s=0.5)
-    assert made["kind"] == "phase"
-    assert made["t"] > 1.7e9
+    happened = event("phase", name="connect", s=0.5)
+    assert happened["kind"] == "phase"
+    assert happened["t"] > 1.7e9
 
 
 def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_the_newest_report_is_in_the_file_before_any_other_event(
     for step in range(10):
         events.say("report", rank=0, step=step, values={"loss": 1.0})
     events.say("saved", rank=0, step=9, path="x", s=0.1)
-    found = [(event["kind"], event["step"]) for event in events.all()]
-    assert found == [("report", 0), ("report", 9), ("saved", 9)]
+    reports = [(event["kind"], event["step"]) for event in events.all()]
+    assert reports == [("report", 0), ("report", 9), ("saved", 9)]
     assert [event["step"] for event in events.all("saved")] == [9]
     assert [*events.all("restart")] == []
     events.__exit__()

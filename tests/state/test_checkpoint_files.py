@@ -34,15 +34,15 @@ from raydist.worker import checkpoint, context
 def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
     """This process as the only rank of a run in tmp_path/run; what it tells."""
     monkeypatch.delenv("RAYDIST_RESUME", raising=False)
-    told: list[Event] = []
-    stand(tmp_path / "run", told)
-    yield told
+    events: list[Event] = []
+    stand(tmp_path / "run", events)
+    yield events
     context.enter(None)
 
 
-def stand(run_dir: Path, told: list[Event], rank: int = 0) -> None:
+def stand(run_dir: Path, events: list[Event], rank: int = 0) -> None:
     me = context.Rank(rank=rank, world_size=2, run_dir=run_dir)
-    context.enter(context.Context(rank=me, emit=told.append, beat=lambda step, phase: None))
+    context.enter(context.Context(rank=me, emit=events.append, beat=lambda step, phase: None))
 
 
 def put(step: int, metrics: dict[str, float] | None = None, **settings: Any) -> Path:
@@ -111,11 +111,11 @@ def test_what_is_saved_comes_back(events: list[Event], tmp_path: Path) -> None:
     }
     path = checkpoint.save(7, state, {"accuracy": 0.5})
     assert path == tmp_path / "run" / "checkpoints" / "step-00000007"
-    found = checkpoint.latest()
-    assert found is not None
-    assert (found.step, found.path, found.metrics) == (7, path, {"accuracy": 0.5})
-    assert found.meta.world_size == 2
-    back = found.state
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert (latest.step, latest.path, latest.metrics) == (7, path, {"accuracy": 0.5})
+    assert latest.meta.world_size == 2
+    back = latest.state
     assert torch.equal(back.pop("tensor"), torch.arange(5.0))
     assert back.pop("half").dtype == torch.bfloat16
     assert back.pop("ordered")["a"].shape == (1,)
@@ -163,9 +163,9 @@ def test_only_rank_0_writes(events: list[Event], tmp_path: Path) -> None:
 def test_a_damaged_newest_is_passed_over_with_a_warning(events: list[Event], harm: Any) -> None:
     put(1)
     harm(put(2))
-    found = checkpoint.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert latest.step == 1
     (warning,) = [event for event in events if event["kind"] == "warning"]
     assert "step-00000002 is passed over" in warning["text"]
     assert DAMAGES[harm] in warning["text"]
@@ -203,9 +203,9 @@ def test_settings_of_the_run_count_in_a_loop_of_ones_own(
 def test_the_same_step_again_replaces_it(events: list[Event], tmp_path: Path) -> None:
     for value in (1, 2):
         checkpoint.save(5, {"value": value})
-    found = checkpoint.latest()
-    assert found is not None
-    assert found.state == {"value": 2}
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert latest.state == {"value": 2}
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000005"]
 
 
@@ -293,9 +293,9 @@ def test_what_resume_named_comes_first(
     first = put(1)
     put(2)
     monkeypatch.setenv("RAYDIST_RESUME", str(first))
-    found = checkpoint.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert latest.step == 1
     monkeypatch.setenv("RAYDIST_RESUME", "")
     assert checkpoint.latest() is None
 
@@ -329,14 +329,14 @@ def test_find(events: list[Event], tmp_path: Path) -> None:
 def test_auto_begins_anew_after_a_run_that_has_finished_unless_a_later_training_was_killed(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, told = tmp_path / "run", list[str]()
+    run, warnings = tmp_path / "run", list[str]()
     saved = put(5)
     Result(status="stopped", dir=run, world_size=1, checkpoint=saved).save()
-    assert run_checkpoints.find_resume("auto", run, told.append) == saved
+    assert run_checkpoints.find_resume("auto", run, warnings.append) == saved
     Result(status="finished", dir=run, world_size=1, checkpoint=saved).save()
     for folder in (run, tmp_path / "later"):
-        assert run_checkpoints.find_resume("auto", folder, told.append) is None
-    assert [f"{run} has finished" in text for text in told] == [True, True]
+        assert run_checkpoints.find_resume("auto", folder, warnings.append) is None
+    assert [f"{run} has finished" in text for text in warnings] == [True, True]
     assert run_checkpoints.find_resume(str(run), tmp_path / "later") == saved
     second = run_checkpoints.folder_for(run, None)
     assert second == run / "training-2" / "checkpoints"
@@ -435,11 +435,11 @@ def test_a_saver_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None
         saver.send_signal(signal.SIGKILL)
         saver.wait()
         saver.stdout.close()
-        found = checkpoint_files.newest(folder)
-        assert found is not None
-        assert torch.equal(found.state["weights"], torch.full((200_000,), float(found.step)))
-        assert found.step >= last
-        last = found.step
+        newest = checkpoint_files.newest(folder)
+        assert newest is not None
+        assert torch.equal(newest.state["weights"], torch.full((200_000,), float(newest.step)))
+        assert newest.step >= last
+        last = newest.step
 
 
 REPLACER = """
@@ -467,10 +467,10 @@ REPLACER = """
 def replacer(how: str, folder: Path) -> subprocess.Popen[str]:
     """A process that replaces one checkpoint again and again; it has written the first."""
     command = [sys.executable, "-c", textwrap.dedent(REPLACER), how, str(folder)]
-    made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert made.stdout is not None
-    assert made.stdout.readline(), "the writer failed"
-    return made
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline(), "the writer failed"
+    return process
 
 
 @pytest.mark.parametrize("how", ["exchange", "two renames"])
@@ -478,9 +478,9 @@ def test_a_reader_beside_a_writer_always_finds_a_whole_one(tmp_path: Path, how: 
     with replacer(how, tmp_path) as writer:
         try:
             for _ in range(300):
-                found = checkpoint_files.newest(tmp_path)
-                assert found is not None
-                assert found.step == 1
+                newest = checkpoint_files.newest(tmp_path)
+                assert newest is not None
+                assert newest.step == 1
         finally:
             writer.kill()
 
@@ -489,10 +489,10 @@ def test_a_writer_killed_between_two_renames_leaves_the_one_that_was_there(tmp_p
     with replacer("killed", tmp_path) as writer:
         writer.wait(60)
     assert not (tmp_path / "step-00000001").exists()
-    found = checkpoint_files.newest(tmp_path)
-    assert found is not None
-    assert found.path == tmp_path / "step-00000001"
-    assert found.state["weights"].shape == (1001,)
+    newest = checkpoint_files.newest(tmp_path)
+    assert newest is not None
+    assert newest.path == tmp_path / "step-00000001"
+    assert newest.state["weights"].shape == (1001,)
     checkpoint_files.prune(tmp_path, Checkpoint(keep=1), 2)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -539,13 +539,13 @@ def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
     newest = put(2)
     for attempt in ("1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        found = [checkpoint.latest() for _ in range(2)]
-        assert [each and each.step for each in found] == [2, 2]
+        loaded = [checkpoint.latest() for _ in range(2)]
+        assert [each and each.step for each in loaded] == [2, 2]
     assert read == [newest / "state.pt"] * 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     damage(newest)
-    found = [checkpoint.latest() for _ in range(2)]
-    assert [each and each.step for each in found] == [1, 1]
+    loaded = [checkpoint.latest() for _ in range(2)]
+    assert [each and each.step for each in loaded] == [1, 1]
 
 
 def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
@@ -567,9 +567,9 @@ def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.chdir(tmp_path)
     stand(tmp_path / "run", events)
-    found = checkpoint.latest()
-    assert found is not None
-    assert found.step == 8  # neither the damaged one nor one that the driver did not choose
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert latest.step == 8  # neither the damaged one nor one that the driver did not choose
     assert [event["kind"] for event in events if "passed over" in event.get("text", "")] == [
         "warning"
     ]

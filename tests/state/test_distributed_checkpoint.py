@@ -155,16 +155,16 @@ def loads(folder: Path) -> Any:
 
 def test_copies_are_written_once_and_any_number_of_ranks_loads(tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    told = run_ranks(4, GLOO, saves(folder), tmp_path)
-    assert [each.error for each in told] == [""] * 4
-    assert [each.value for each in told] == [["x", "same", "step", "n"], ["x"], [], []]
+    results = run_ranks(4, GLOO, saves(folder), tmp_path)
+    assert [each.error for each in results] == [""] * 4
+    assert [each.value for each in results] == [["x", "same", "step", "n"], ["x"], [], []]
     commit(folder, 4)
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         [METADATA, META, *(f"__{rank}_0.distcp" for rank in range(4))]
     )
     for ranks in (2, 3):
-        told = run_ranks(ranks, GLOO, loads(folder), tmp_path)
-        assert [(each.error, each.value) for each in told] == [("", (True, True, 5, 0))] * ranks
+        results = run_ranks(ranks, GLOO, loads(folder), tmp_path)
+        assert [(each.error, each.value) for each in results] == [("", (True, True, 5, 0))] * ranks
     plain: dict[str, Any] = {
         "x": torch.zeros(7, 3),
         "same": torch.zeros(7, 3),

@@ -24,16 +24,16 @@ AHEAD = 6
 
 
 def new_memory() -> int:
-    made = os.memfd_create("test")
-    os.pwrite(made, blank_page(), 0)
-    return made
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, blank_page(), 0)
+    return descriptor
 
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    made = new_memory()
-    yield made
-    os.close(made)
+    descriptor = new_memory()
+    yield descriptor
+    os.close(descriptor)
 
 
 class Training:
@@ -150,7 +150,7 @@ class Resized(Training):
 
     def run(self) -> None:
         likely = [self.choose.random() + 0.01 for _ in range(2 * self.size)]
-        asked, limits, told, order = (
+        requested, limits, reported, order = (
             self.choose.randrange(200),
             dict[int, int](),
             set[int](),
@@ -162,10 +162,14 @@ class Resized(Training):
             self.hosts[chosen].go() if chosen < self.size else self.devices[
                 chosen - self.size
             ].advance()
-            if turn >= asked and len(limits) < self.size and self.choose.random() < 0.1:
+            if turn >= requested and len(limits) < self.size and self.choose.random() < 0.1:
                 limits[order[len(limits)]] = self.requests[order[len(limits)]].hold()
-            elif len(limits) == self.size and len(told) < self.size and self.choose.random() < 0.1:
-                told.add(rank := order[len(told)])
+            elif (
+                len(limits) == self.size
+                and len(reported) < self.size
+                and self.choose.random() < 0.1
+            ):
+                reported.add(rank := order[len(reported)])
                 self.requests[rank].stop_after(max(limits.values()))
             if len(self.left) == self.size:
                 break
@@ -231,7 +235,7 @@ def test_ranks_that_leave_do_so_after_the_same_step_and_have_its_state() -> None
 
 @pytest.mark.parametrize("seeds", range(2))
 def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(seeds: int) -> None:
-    found = 0
+    count = 0
     for seed in range(50 * seeds, 50 * seeds + 50):
         training = Shards(seed)
         training.run()
@@ -243,7 +247,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(s
             [memory.steps for memory in memories],
         )
         for memory in memories if steps else []:
-            found += 1
+            count += 1
             state = memory.read(memory.steps[max(steps)])
             assert (state["own"]["step"], state["model"].unique().tolist()) == (
                 max(steps),
@@ -251,14 +255,14 @@ def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(s
             )
         for descriptor in training.descriptors:
             os.close(descriptor)
-    assert found > 30
+    assert count > 30
 
 
 @pytest.mark.parametrize("seeds", range(4))
 def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back_than_asked_for(
     seeds: int,
 ) -> None:
-    found = 0
+    count = 0
     for seed in range(100 * seeds, 100 * seeds + 100):
         training = Training(seed)
         training.run()
@@ -277,7 +281,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back
                 training.done,
             )
         else:
-            found += 1
+            count += 1
             step, _ = chosen
             assert reached - step <= training.every, (
                 seed,
@@ -291,7 +295,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back
                 assert (state["own"]["step"], state["model"].unique().tolist()) == (step, [step])
         for descriptor in training.descriptors:
             os.close(descriptor)
-    assert found > 30
+    assert count > 30
 
 
 def test_a_slot_is_complete_when_the_device_says_so_though_the_host_asks_nothing(
@@ -359,18 +363,20 @@ def test_memory_that_a_state_has_outgrown_is_given_back(descriptor: int) -> None
 def test_reports_come_in_order_each_when_its_device_has_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    device, told = Lagging(), list[tuple[int, float]]()
+    device, reports = Lagging(), list[tuple[int, float]]()
     monkeypatch.setattr(fit, "device_of", lambda _: device)
-    monkeypatch.setattr(context, "report", lambda step, loss, **_: told.append((step, float(loss))))
+    monkeypatch.setattr(
+        context, "report", lambda step, loss, **_: reports.append((step, float(loss)))
+    )
     reporter, loss = fit.MetricReporter(torch.device("cpu")), torch.zeros(())
     for step in range(1, 6):
         device.launch(lambda step=step: loss.fill_(step))  # type: ignore[misc]
         reporter.step(step, loss)
         while step == 3 and device.advance():
             pass
-    assert told == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert reports == [(1, 1.0), (2, 2.0), (3, 3.0)]
     reporter.rest()
-    assert told == [(step, float(step)) for step in range(1, 6)]
+    assert reports == [(step, float(step)) for step in range(1, 6)]
 
 
 @pytest.mark.parametrize(("copy_s", "every"), [(0.0005, 1), (0.0049, 5), (0.1999, 200)])
@@ -417,8 +423,8 @@ def made_snapshotter(
     )
     context.enter(here)
     try:
-        made = snapshotter.Snapshotter(Job(snapshot=Snapshot(every=every)), Alone())  # type: ignore[arg-type]
-        made.go_on()
+        result = snapshotter.Snapshotter(Job(snapshot=Snapshot(every=every)), Alone())  # type: ignore[arg-type]
+        result.go_on()
     finally:
         context.enter(None)
-    return made
+    return result

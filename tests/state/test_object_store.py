@@ -39,8 +39,8 @@ RUN = "s3://bucket/runs/digits/now"
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Store]:
-    with store() as made:
-        yield made
+    with store() as server:
+        yield server
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def events(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.delenv("RAYDIST_RESUME", raising=False)
     monkeypatch.setenv("RAYDIST_CHECKPOINTS", f"{RUN}/checkpoints")
     monkeypatch.setattr(checkpoint_files, "PAUSES_S", (0.0,))
-    told: list[Event] = []
+    events: list[Event] = []
     me = context.Rank(run_dir=tmp_path / "run")
-    context.enter(context.Context(rank=me, emit=told.append, beat=lambda step, phase: None))
-    yield told
+    context.enter(context.Context(rank=me, emit=events.append, beat=lambda step, phase: None))
+    yield events
     context.enter(None)
     with environment(s3.env):
         Remote(RUN).drop()
@@ -76,10 +76,10 @@ def there() -> list[str]:
 def test_what_is_saved_comes_back(events: list[Event]) -> None:
     path = put(7, {"accuracy": 0.5})
     assert str(path) == f"{RUN}/checkpoints/step-00000007"
-    found = checkpoint.latest()
-    assert found is not None
-    assert (found.step, found.path, found.metrics) == (7, path, {"accuracy": 0.5})
-    assert found.state["weights"].sum() == 700
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert (latest.step, latest.path, latest.metrics) == (7, path, {"accuracy": 0.5})
+    assert latest.state["weights"].sum() == 700
     assert [event["kind"] for event in events] == ["saved"]
 
 
@@ -96,9 +96,9 @@ def test_without_its_last_file_it_is_not_there(
     half = put(2)
     (half / "meta.json").drop()
     assert checkpoint_files.newest_step(parse_path(f"{RUN}/checkpoints")) == 1
-    found = checkpoint.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert latest.step == 1
     assert events[2:] == []  # no warning: it was on its way
     put(3)
     assert there() == [
@@ -141,14 +141,14 @@ def test_a_checkpoint_that_is_written_again_is_never_half_there(
 def test_another_size_is_passed_over_and_other_bytes_are_refused(events: list[Event]) -> None:
     put(1)
     (put(2) / "state.pt").write_text("short")
-    found = checkpoint.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert latest.step == 1
     assert "step-00000002 is passed over: state.pt has 5 bytes instead of" in events[-1]["text"]
-    size = found.meta.files["state.pt"].bytes
-    (Remote(str(found.path)) / "state.pt").write_text("x" * size)
+    size = latest.meta.files["state.pt"].bytes
+    (Remote(str(latest.path)) / "state.pt").write_text("x" * size)
     with pytest.raises(RaydistError, match="another checksum"):
-        _ = found.state
+        _ = latest.state
 
 
 def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
@@ -160,14 +160,14 @@ def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
     torch.save({"weights": Evil()}, evil)
     path = put(1)
     (path / "state.pt").put(evil)
-    told = {"bytes": evil.stat().st_size, "xxh3_128": object_store.checksum_of(evil)}
+    facts = {"bytes": evil.stat().st_size, "xxh3_128": object_store.checksum_of(evil)}
     (path / "meta.json").write_text(
-        json.dumps(json.loads((path / "meta.json").read_text()) | {"files": {"state.pt": told}})
+        json.dumps(json.loads((path / "meta.json").read_text()) | {"files": {"state.pt": facts}})
     )
-    found = checkpoint.latest()
-    assert found is not None
+    latest = checkpoint.latest()
+    assert latest is not None
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        _ = found.state
+        _ = latest.state
     assert not (tmp_path / "ran").exists()
 
 
@@ -209,9 +209,9 @@ def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
     assert commit(folder, beside, 4, 1, files, Checkpoint()) == []
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        found = {"weights": torch.zeros(100)}
-        load_into(folder / "step-00000004", found)
-        assert torch.equal(found["weights"], state["weights"])
+        latest = {"weights": torch.zeros(100)}
+        load_into(folder / "step-00000004", latest)
+        assert torch.equal(latest["weights"], state["weights"])
         sizes = sorted(each.stat().st_size for each in (tmp_path / "node").iterdir())
         assert sum(size > 8 for size in sizes) == (
             rank == "0"
@@ -245,24 +245,24 @@ def test_a_restart_goes_on_without_the_store(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(3)
-    job, told = (
+    job, seen = (
         Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto"),
         list[str](),
     )
     training = run_storage.RunCheckpoints(job)
-    assert [var.value for var in training.variables(told.append)] == [
+    assert [var.value for var in training.variables(seen.append)] == [
         f"{RUN}/checkpoints/step-00000003"
     ]
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        assert training.variables(told.append) == []
-        assert "the checkpoints in s3://bucket/runs/digits/now can't be listed" in told[-1]
+        assert training.variables(seen.append) == []
+        assert "the checkpoints in s3://bucket/runs/digits/now can't be listed" in seen[-1]
         with pytest.raises(
             ConfigError,
             match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be listed",
         ):
-            run_storage.RunCheckpoints(job).variables(told.append)
+            run_storage.RunCheckpoints(job).variables(seen.append)
 
 
 @pytest.mark.parametrize(
@@ -338,12 +338,13 @@ def test_a_run_goes_on_elsewhere_from_the_bucket(
 
 @pytest.mark.ray
 def test_a_bucket_that_is_not_there_starts_nothing(s3: Store, tmp_path: Path) -> None:
-    gone = started(tmp_path, s3, "storage=s3://no-such-bucket/runs")
-    assert gone.wait() == 2, gone.screen
+    missing = started(tmp_path, s3, "storage=s3://no-such-bucket/runs")
+    assert missing.wait() == 2, missing.screen
     assert (
-        "storage=s3://no-such-bucket/runs: it cannot be written (FileNotFoundError" in gone.screen
+        "storage=s3://no-such-bucket/runs: it cannot be written (FileNotFoundError"
+        in missing.screen
     )
-    assert gone.events("plan") == []
+    assert missing.events("plan") == []
     absent = started(tmp_path, s3, "resume=s3://bucket/none")
     assert absent.wait() == 2, absent.screen
     assert "no complete checkpoint is there" in absent.screen

@@ -30,10 +30,10 @@ from tests.ranks import SERVER, start_server
 
 @pytest.fixture
 def descriptor() -> Iterator[int]:
-    made = os.memfd_create("test")
-    os.pwrite(made, blank_page(), 0)
-    yield made
-    os.close(made)
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, blank_page(), 0)
+    yield descriptor
+    os.close(descriptor)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -72,19 +72,19 @@ def test_a_state_comes_back_as_it_was_whatever_it_holds(descriptor: int) -> None
         "ordered": OrderedDict(b=[torch.ones(2)], a=1),
     }  # fmt: skip
     memory = SnapshotBuffer(descriptor)
-    found = SnapshotBuffer(descriptor).read(memory.write(5, kept))
+    result = SnapshotBuffer(descriptor).read(memory.write(5, kept))
     kept["view"] = kept["view"].contiguous()  # gaps between the numbers are not kept
-    assert same(found, kept)
-    assert found["model"]._metadata == kept["model"]._metadata
+    assert same(result, kept)
+    assert result["model"]._metadata == kept["model"]._metadata
     assert list(memory.steps) == [5]
 
 
 def test_what_is_read_stays_when_the_slot_is_written_again(descriptor: int) -> None:
     memory = SnapshotBuffer(descriptor)
-    found = memory.read(memory.write(1, state(1)))
+    result = memory.read(memory.write(1, state(1)))
     for step in range(2, 6):
         memory.write(step, state(step))
-    assert same(found, state(1))
+    assert same(result, state(1))
 
 
 def test_the_two_newest_states_are_there_and_two_slots_are_enough(descriptor: int) -> None:
@@ -134,9 +134,9 @@ def test_two_buffers_of_one_file_grow_apart(
     size_of = os.fstat
 
     def slow(number: int) -> os.stat_result:
-        found = size_of(number)
+        size = size_of(number)
         time.sleep(0.1)  # the other grows meanwhile
-        return found
+        return size
 
     monkeypatch.setattr(os, "fstat", slow)
     one, other = SnapshotBuffer(descriptor), SnapshotBuffer(descriptor)

@@ -41,15 +41,17 @@ def values(settings: dict[str, str]) -> dict[str, float]:
     return {"loss": far + 3 * (settings.get("model") == "small_cnn"), "speed": -far - slow}
 
 
-def opened(folder: Path, name: str, objective: str, *typed: str) -> samplers.Sampler:
+def opened(folder: Path, name: str, objective: str, *overrides: str) -> samplers.Sampler:
     for package in optuna_study.PACKAGES.get(name, ()):
         pytest.importorskip(package)
     sweep = Sweep(sampler=name, trials=TRIALS, objective=objective, seed=123_456_789)
-    return samplers.sampler(name, sweep, Space(SweepConfig([LOG, WHOLE, *typed])), Folder(folder))
+    return samplers.sampler(
+        name, sweep, Space(SweepConfig([LOG, WHOLE, *overrides])), Folder(folder)
+    )
 
 
 def proposals(sampler: samplers.Sampler, first: int, end: int, objective: str) -> list[Trial]:
-    made = []
+    result = []
     for number in range(first, end):
         settings = sampler.propose(number)
         trial = Trial(number, settings, state="finished", values=values(settings))
@@ -58,12 +60,12 @@ def proposals(sampler: samplers.Sampler, first: int, end: int, objective: str) -
                 trial, values={each.name: trial.values[each.name] for each in objectives(objective)}
             )
         )
-        made.append(trial)
-    return made
+        result.append(trial)
+    return result
 
 
 @pytest.mark.parametrize(
-    ("name", "objective", "typed"),
+    ("name", "objective", "overrides"),
     [
         ("tpe", ONE, [CHOICE]),
         ("gp", ONE, [CHOICE]),
@@ -74,12 +76,12 @@ def proposals(sampler: samplers.Sampler, first: int, end: int, objective: str) -
     ids=lambda case: case if case in samplers.OPTUNA else "",
 )
 def test_it_learns_and_goes_on_after_a_kill_as_if_there_had_been_none(
-    tmp_path: Path, name: str, objective: str, typed: list[str]
+    tmp_path: Path, name: str, objective: str, overrides: list[str]
 ) -> None:
     for folder in (whole := tmp_path / "whole", broken := tmp_path / "broken"):
         folder.mkdir()
     count = 16 if name == "gp" else TRIALS  # each proposal of it takes a second
-    trials = proposals(opened(whole, name, objective, *typed), 0, count, objective)
+    trials = proposals(opened(whole, name, objective, *overrides), 0, count, objective)
     assert all(1e-4 <= float(each.settings["optim.lr"]) <= 1e-1 for each in trials)
     assert all(8 <= int(each.settings["data.batch_size"]) <= 64 for each in trials)
     costs = [each.values["loss"] - each.values["speed"] for each in trials]
@@ -93,18 +95,18 @@ def test_it_learns_and_goes_on_after_a_kill_as_if_there_had_been_none(
     else:
         assert statistics.median(costs[-8:]) < 0.7 * statistics.median(costs[:8])
 
-    proposals(opened(broken, name, objective, *typed), 0, 14, objective)
-    asked = opened(broken, name, objective, *typed).propose(
+    proposals(opened(broken, name, objective, *overrides), 0, 14, objective)
+    proposed = opened(broken, name, objective, *overrides).propose(
         14
     )  # and then it is killed, holding the lock, in a line
     journal = broken / "optuna.journal"
     with journal.open("a") as file:
         file.write('{"op_code":4,"wor')
     Path(f"{journal}.lock").symlink_to(journal)
-    again = opened(broken, name, objective, *typed)
+    again = opened(broken, name, objective, *overrides)
     assert [again.propose(number) for number in range(15)] == [
         *(each.settings for each in trials[:14]),
-        asked,
+        proposed,
     ]
     assert [each.settings for each in proposals(again, 14, 16, objective)] == [
         each.settings for each in trials[14:16]

@@ -16,25 +16,25 @@ from raydist.sweeps.space import Space
 LOG = "optim.lr=tag(log,interval(1e-4,1e-1))"
 
 
-def space(*typed: str) -> Space:
-    return Space(SweepConfig(typed))
+def space(*overrides: str) -> Space:
+    return Space(SweepConfig(overrides))
 
 
 def test_a_grid_has_every_combination_the_last_setting_first() -> None:
-    made = space(
+    result = space(
         "optim.lr=0.1,0.01", "train.epochs=range(1,3)", "model=mlp", "scale=choice(1x1,1x2)"
     )
-    assert made.combinations == 8
-    settings = [*made.grid()]
+    assert result.combinations == 8
+    settings = [*result.grid()]
     assert settings[1] == {"optim.lr": "0.1", "train.epochs": "1", "scale": "1x2"}
-    job = made.job(settings[6])
+    job = result.job(settings[6])
     assert (job.optim.lr, job.train.epochs, job.scale.per_node) == (0.01, 2, 1)
 
 
 def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval() -> None:
-    made = space(LOG, "data.batch_size=int(interval(8,11))", "model=mlp,small_cnn")
-    drawn = [made.draw(3, number) for number in range(400)]
-    assert drawn[7] == made.draw(3, 7) != made.draw(4, 7)
+    result = space(LOG, "data.batch_size=int(interval(8,11))", "model=mlp,small_cnn")
+    drawn = [result.draw(3, number) for number in range(400)]
+    assert drawn[7] == result.draw(3, 7) != result.draw(4, 7)
     rates = [float(each["optim.lr"]) for each in drawn]
     assert 1e-4 <= min(rates) < max(rates) <= 1e-1
     assert (
@@ -45,7 +45,7 @@ def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval
 
 
 @pytest.mark.parametrize(
-    ("typed", "refused"),
+    ("overrides", "refused"),
     [
         (["optim.lr=interval(0.1,0.01)"], "empty"),
         ([LOG, "sweep.sampler=grid"], "no grid"),
@@ -54,11 +54,11 @@ def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval
     ],
 )
 def test_refused_before_anything_starts(
-    typed: list[str], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=refused):
-        flow.run_sweep(typed)
+        flow.run_sweep(overrides)
     assert not (tmp_path / "runs").exists()
 
 
@@ -73,7 +73,7 @@ def test_a_setting_of_sweeps_is_none_of_one_run(
 
 
 def test_auto_is_a_grid_where_there_is_one() -> None:
-    typed = ["optim.lr=0.1,0.01", "model=mlp,small_cnn"]
+    overrides = ["optim.lr=0.1,0.01", "model=mlp,small_cnn"]
     for more, chosen in (([], ("grid", 4)), (["sweep.trials=3"], ("random", 3))):
-        made = space(*typed, *more)
-        assert samplers.choose_sampler(next(made.jobs()).sweep, made) == chosen
+        result = space(*overrides, *more)
+        assert samplers.choose_sampler(next(result.jobs()).sweep, result) == chosen

@@ -35,18 +35,18 @@ def measured(
             config, ops, [4, 4096], iters=2, warmup=1, pairs=pairs
         )
 
-    told = run_ranks(ranks, GLOO, job, run_dir)
-    assert [each.error for each in told] == [""] * ranks
-    return told
+    results = run_ranks(ranks, GLOO, job, run_dir)
+    assert [each.error for each in results] == [""] * ranks
+    return results
 
 
 def test_every_operation_is_measured_and_right(tmp_path: Path) -> None:
-    for told in measured(tmp_path, pairs=True):
-        rows = told.value["rows"]
+    for result in measured(tmp_path, pairs=True):
+        rows = result.value["rows"]
         assert {row["op"] for row in rows} == set(OPS)
         assert len(rows) == 2 * len(OPS) - 1
         assert all(row["wrong"] == 0 and row["seconds"] > 0 for row in rows), rows
-        assert len(told.value["pairs"]) == 2  # each rank with both others
+        assert len(result.value["pairs"]) == 2  # each rank with both others
 
 
 def test_a_wrong_reduce_is_seen(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_wrong_reduce_is_seen(tmp_path: Path) -> None:
         if dist.get_rank() == 1:
             tensor[-1] += 1
 
-    told = measured(tmp_path, ("all_reduce",), instead={"all_reduce": off_by_one_at_one_place})
-    assert [[row["wrong"] for row in each.value["rows"]] for each in told] == [
+    results = measured(tmp_path, ("all_reduce",), instead={"all_reduce": off_by_one_at_one_place})
+    assert [[row["wrong"] for row in each.value["rows"]] for each in results] == [
         [0, 0],
         [1, 1],
         [0, 0],
@@ -70,14 +70,14 @@ def test_an_operation_that_the_backend_has_not_is_no_failure(tmp_path: Path) -> 
         raise RuntimeError("Backend gloo does not support reduce_scatter")
 
     instead = {"reduce_scatter_tensor": missing}
-    for told in measured(tmp_path, ("reduce_scatter", "barrier"), ranks=2, instead=instead):
-        assert told.value["rows"][0] == {
+    for result in measured(tmp_path, ("reduce_scatter", "barrier"), ranks=2, instead=instead):
+        assert result.value["rows"][0] == {
             "op": "reduce_scatter",
             "size": 0,
             "seconds": None,
             "wrong": 0,
         }
-        assert told.value["rows"][1]["seconds"] > 0
+        assert result.value["rows"][1]["seconds"] > 0
 
 
 def test_any_other_error_is_one(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ def test_any_other_error_is_one(tmp_path: Path) -> None:
         dist.broadcast = broken  # type: ignore[assignment]
         return bandwidth_ranks.measure_operations(config, ["broadcast"], [4], 1, 0)
 
-    told = run_ranks(2, GLOO, job, tmp_path)
-    assert all("connection reset by peer" in each.error for each in told)
+    results = run_ranks(2, GLOO, job, tmp_path)
+    assert all("connection reset by peer" in each.error for each in results)
 
 
 def test_the_tool_prints_a_table_and_leaves_plot_and_data(
@@ -108,9 +108,9 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
         "scale=1x2",
     ]
     assert bandwidth.main(words) == 0
-    shown = capsys.readouterr().out
-    assert "all_reduce  1K" in shown
-    assert "rank 0" in shown
+    output = capsys.readouterr().out
+    assert "all_reduce  1K" in output
+    assert "rank 0" in output
     (plot,) = tmp_path.glob("runs/bandwidth/*/bandwidth.svg")
     assert "all_reduce" in plot.read_text()
     data = json.loads((plot.parent / "bandwidth.json").read_text())

@@ -22,8 +22,13 @@ from raydist.tools.bandwidth_plot import plot
     ],
 )  # fmt: skip
 def test_bandwidth_is_that_of_nccl_tests(op: str, ranks: int, bus: float) -> None:
-    made = row(op, 2_000_000_000, 0.5, wrong=3, ranks=ranks)
-    assert (made.time_us, made.algbw, made.busbw, made.wrong) == (500_000, 4.0, 4.0 * bus, 3)
+    measured = row(op, 2_000_000_000, 0.5, wrong=3, ranks=ranks)
+    assert (measured.time_us, measured.algbw, measured.busbw, measured.wrong) == (
+        500_000,
+        4.0,
+        4.0 * bus,
+        3,
+    )
 
 
 def test_a_missing_operation_is_said_to_be_missing() -> None:
@@ -74,15 +79,15 @@ def test_everyone_meets_everyone_once_and_nobody_twice_a_round(n: int) -> None:
 
 def matrix(n: int, **slow: float) -> dict[tuple[int, int], float]:
     """All pairs at 1 GB/s, but for those in `slow`: n2 is a node, p01 a pair."""
-    found = dict.fromkeys(combinations(range(n), 2), 1.0)
+    result = dict.fromkeys(combinations(range(n), 2), 1.0)
     for name, speed in slow.items():
         who = set(map(int, name[1:]))
-        found |= {
+        result |= {
             pair: speed
-            for pair in found
+            for pair in result
             if (who & set(pair) if name[0] == "n" else who == set(pair))
         }
-    return found
+    return result
 
 
 def test_a_slow_node_is_named_rather_than_its_pairs() -> None:

@@ -32,20 +32,20 @@ from tests.leftovers import remaining_processes
 from tests.stores import store
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert doctor.main(words) == code
     captured = capsys.readouterr()
     return captured.err if code == 2 else captured.out
 
 
 def test_help_says_how_and_what(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "--help")
+    text = output_of(capsys, "--help")
     assert "usage: raydist doctor" in text
     assert "\n  rendezvous  every node reaches the store" in text
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--jsn"], "did you mean --json?"),
         (["--timeout", "soon"], "--timeout soon: must be a number"),
@@ -58,11 +58,11 @@ def test_help_says_how_and_what(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_it_refuses_as_train_does(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    text = told(capsys, *words, code=2)
+    text = output_of(capsys, *words, code=2)
     assert text.startswith("error: ")
-    assert said in text
+    assert message in text
 
 
 def test_flags_stand_anywhere_among_the_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_without_ray_this_machine_is_looked_at_and_nothing_stays(
     (empty := tmp_path / "here").mkdir()
     monkeypatch.chdir(empty)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    text = told(capsys, "group=inline", "scale=1x2")
+    text = output_of(capsys, "group=inline", "scale=1x2")
     assert text.splitlines()[0] == "job   2 ranks on 1 node, backend gloo, over lo"
     assert text.splitlines()[-1].startswith("this job can run: ")
     assert list(empty.iterdir()) == []
@@ -95,7 +95,7 @@ def test_without_ray_this_machine_is_looked_at_and_nothing_stays(
 
 def test_a_run_folder_that_cannot_be_made_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     place = "/proc/1/nowhere"  # not even root can make a folder there
-    text = told(capsys, "group=inline", "scale=1x1", f"hydra.run.dir={place}", code=1)
+    text = output_of(capsys, "group=inline", "scale=1x1", f"hydra.run.dir={place}", code=1)
     assert "FAIL  run folder: can't make a run folder in /proc/1" in text
     assert "hydra.run.dir=<a folder that you own>" in text
 
@@ -105,14 +105,16 @@ def test_the_storage_is_written_and_seen_and_nothing_stays_in_it(
 ) -> None:
     """A run folder that only some nodes see is no problem then: checkpoints go to the storage."""
     monkeypatch.chdir(tmp_path)
-    with store() as made:
+    with store() as server:
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        Path("s3.env").write_text("".join(f"{name}={value}\n" for name, value in made.env.items()))
+        Path("s3.env").write_text(
+            "".join(f"{name}={value}\n" for name, value in server.env.items())
+        )
         words = ["group=inline", "scale=1x1", "env_file=s3.env", "--json"]
-        answer = json.loads(told(capsys, *words, "storage=s3://bucket/runs"))
+        answer = json.loads(output_of(capsys, *words, "storage=s3://bucket/runs"))
         assert [*answer["checks"]["storage"].values()] == ["ok"]
-        assert made.files() == {}
-        missing = json.loads(told(capsys, *words, "storage=s3://nosuch/runs", code=1))
+        assert server.files() == {}
+        missing = json.loads(output_of(capsys, *words, "storage=s3://nosuch/runs", code=1))
         (finding,) = [each for each in missing["findings"] if each["check"] == "storage"]
         assert (finding["level"], finding["nodes"]) == ("fail", [])
         assert "storage=s3://nosuch/runs can't be written here" in finding["text"]
@@ -123,10 +125,10 @@ def test_a_node_that_does_not_see_the_storage_is_named(
 ) -> None:
     probe = tmp_path / "elsewhere" / "probe"
     report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"], probe=str(probe))
-    assert found(report, "storage") == [("fail", ("host0", "host1"))]
+    assert findings_of(report, "storage") == [("fail", ("host0", "host1"))]
     (finding,) = [each for each in report.findings if each.check == "storage"]
     assert finding.text == f"host0, host1 can't see storage={probe.parent}: there is no {probe}"
-    assert found(report, "run folder") == []
+    assert findings_of(report, "run folder") == []
 
 
 @pytest.mark.ray
@@ -138,13 +140,13 @@ def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> 
         command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert told["ok"]
-    assert told["job"].startswith("2 ranks on 1 node, backend gloo")
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert report["job"].startswith("2 ranks on 1 node, backend gloo")
     assert {"launch", "run folder", "versions", "imports", "rendezvous", "gloo", "shm"} == set(
-        told["checks"]
+        report["checks"]
     ) - {"limits"}
-    assert told["network"] is None
+    assert report["network"] is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,11 +197,11 @@ def rounds(
         backend=Backend("gloo"),
         dir=str(tmp_path / "run"),
     )
-    asked = placement.resources_for(job, nodes)
+    request = placement.resources_for(job, nodes)
     (tmp_path / "run").mkdir()
     versions = {"raydist": "0.1.0", "torch": "2.15.0"}
     report = Report()
-    plan = placement.assign_ranks(asked, nodes)
+    plan = placement.assign_ranks(request, nodes)
     with Events(tmp_path / "events.jsonl") as events, inline.in_thread(plan, events) as gang:
         gang.facts = tuple(
             Facts(
@@ -217,7 +219,7 @@ def rounds(
     return report
 
 
-def found(report: Report, check: str) -> list[tuple[str, tuple[str, ...]]]:
+def findings_of(report: Report, check: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(finding.level, finding.nodes) for finding in report.findings if finding.check == check]
 
 
@@ -228,21 +230,21 @@ def test_what_differs_between_nodes_is_found_in_one_go(tmp_path: Path) -> None:
         host2={"raydist": "0.1.0", "torch": "2.14.0"},
     )
     assert (
-        found(report, "peers")
-        == found(report, "mtu")
-        == found(report, "clock")
-        == found(report, "shm")
+        findings_of(report, "peers")
+        == findings_of(report, "mtu")
+        == findings_of(report, "clock")
+        == findings_of(report, "shm")
         == []
     )
-    assert found(report, "versions") == [("fail", ("host2",))]
+    assert findings_of(report, "versions") == [("fail", ("host2",))]
     # gloo takes the interface's own address, and these nodes only play at having others
-    assert found(report, "gloo") == [("fail", ("host1", "host2"))]
+    assert findings_of(report, "gloo") == [("fail", ("host1", "host2"))]
     assert all(trip.kind == "fine" for row in report.trips if row for trip in row)
 
 
 def test_a_node_that_cannot_listen_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     report = rounds(tmp_path, ["127.0.0.1", "192.0.2.77"])
-    assert found(report, "launch") == [("fail", ("host1",))]
+    assert findings_of(report, "launch") == [("fail", ("host1",))]
     (finding,) = [finding for finding in report.findings if finding.check == "launch"]
     assert "'listen'" in finding.text
     assert "assign requested address" in finding.text
@@ -260,7 +262,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(Checkup, "handle", handle)
     monkeypatch.setattr(doctor_rounds, "ANSWER_S", 0.2)
     report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"])
-    assert found(report, "launch") == [("fail", ("host0", "host1"))]
+    assert findings_of(report, "launch") == [("fail", ("host0", "host1"))]
     assert "no answer within 0.2 s" in report.findings[0].text
 
 
@@ -268,10 +270,10 @@ def test_each_node_is_asked_as_often_among_many_as_among_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 nodes are seconds: all are asked at once, and no question is asked once a pair."""
-    real, asked = doctor_rounds.Rounds._ask, list[tuple[str, int]]()
+    real, calls = doctor_rounds.Rounds._ask, list[tuple[str, int]]()
 
     def counted(self: Rounds, step: str, arguments: Any, extra: float = 0.0) -> list[Any]:
-        asked.append((step, len(arguments)))
+        calls.append((step, len(arguments)))
         return real(self, step, arguments, extra)
 
     monkeypatch.setattr(Rounds, "_ask", counted)
@@ -282,10 +284,10 @@ def test_each_node_is_asked_as_often_among_many_as_among_few(
     for nodes in (few, many):
         (tmp_path / str(nodes)).mkdir()
         rounds(tmp_path / str(nodes), [f"127.0.0.{i + 1}" for i in range(nodes)])
-    half = len(asked) // 2
-    assert [step for step, _ in asked[:half]] == [step for step, _ in asked[half:]]
-    assert {n for _, n in asked[:half]} == {few}
-    assert {n for _, n in asked[half:]} == {many}
+    half = len(calls) // 2
+    assert [step for step, _ in calls[:half]] == [step for step, _ in calls[half:]]
+    assert {n for _, n in calls[:half]} == {few}
+    assert {n for _, n in calls[half:]} == {many}
 
 
 def test_two_nodes_of_one_name_are_told_apart(tmp_path: Path) -> None:

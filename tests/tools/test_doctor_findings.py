@@ -11,7 +11,7 @@ import pytest
 
 from raydist.messages.checkup import Trip
 from raydist.network.finding import Finding
-from raydist.tools import doctor_findings as found
+from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 
 FINE = Trip("fine", "", 1e-4)
@@ -32,7 +32,7 @@ def texts(findings: Sequence[Finding]) -> list[str]:
 
 
 def peers(n: int, bad: Callable[[int, int], bool], how: Trip = SILENT) -> list[Finding]:
-    return list(found.check_peers(nodes(n), trips(n, bad, how)))
+    return list(doctor_findings.check_peers(nodes(n), trips(n, bad, how)))
 
 
 # Pairs
@@ -40,7 +40,11 @@ def peers(n: int, bad: Callable[[int, int], bool], how: Trip = SILENT) -> list[F
 
 def test_all_fine_is_no_finding() -> None:
     everything = trips(200, lambda i, j: False)
-    for check in (found.check_peers, found.check_latency, found.check_clocks):
+    for check in (
+        doctor_findings.check_peers,
+        doctor_findings.check_latency,
+        doctor_findings.check_clocks,
+    ):
         assert list(check(nodes(200), everything)) == []
 
 
@@ -94,12 +98,12 @@ def test_firewalls_of_all_sorts_are_told_apart() -> None:
         assert word in finding.fix
     row = trips(3, lambda i, j: (i, j) == (0, 1))
     row[1][0] = refused
-    assert len(list(found.check_peers(nodes(3), row))) == 2
+    assert len(list(doctor_findings.check_peers(nodes(3), row))) == 2
 
 
 def test_one_address_on_two_nodes_is_no_firewall() -> None:
     twins = [replace(host, address="172.17.0.1", interface="docker0") for host in nodes(2)]
-    (finding,) = found.check_peers(
+    (finding,) = doctor_findings.check_peers(
         twins, trips(2, lambda i, j: True, Trip("refused", "connection refused"))
     )
     assert "both nodes have the address 172.17.0.1 on docker0" in finding.fix
@@ -115,7 +119,7 @@ def test_long_packets_that_vanish_are_a_matter_of_the_mtu() -> None:
 
 def test_a_node_that_gave_no_answer_is_left_out() -> None:
     rows = [None if i == 1 else row for i, row in enumerate(trips(3, lambda i, j: False))]
-    assert list(found.check_peers(nodes(3), rows)) == []
+    assert list(doctor_findings.check_peers(nodes(3), rows)) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -130,7 +134,7 @@ def test_folded_lines_mean_just_the_pairs_that_they_came_from(seed: int) -> None
     }
     meant = [
         pair
-        for callers, called, both in found.fold_pairs(pairs)
+        for callers, called, both in doctor_findings.fold_pairs(pairs)
         for i in callers
         for j in called
         if i != j
@@ -142,12 +146,12 @@ def test_folded_lines_mean_just_the_pairs_that_they_came_from(seed: int) -> None
 def test_chaos_among_200_nodes_is_cut_short() -> None:
     dice = random.Random(0)
     findings = peers(200, lambda i, j: dice.random() < 0.3)
-    assert len(findings) == found.LINES + 1
+    assert len(findings) == doctor_findings.LINES + 1
     assert "more pairs" in findings[-1].text
 
 
 def test_far_nodes_are_a_warning() -> None:
-    (finding,) = found.check_latency(
+    (finding,) = doctor_findings.check_latency(
         nodes(6), trips(6, lambda i, j: (i < 3) != (j < 3), Trip("fine", "", 0.045))
     )
     assert finding.level == "warn"
@@ -155,19 +159,19 @@ def test_far_nodes_are_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "said"), [(3.0, "3.0 s ahead"), (-90.0, "90.0 s behind"), (0.3, "")]
+    ("ahead", "text"), [(3.0, "3.0 s ahead"), (-90.0, "90.0 s behind"), (0.3, "")]
 )
-def test_a_clock_that_is_off_is_named(ahead: float, said: str) -> None:
+def test_a_clock_that_is_off_is_named(ahead: float, text: str) -> None:
     rows = trips(5, lambda i, j: False)
     rows[0][4] = Trip("fine", "", 1e-4, ahead)
-    findings = list(found.check_clocks(nodes(5), rows))
-    assert [finding.nodes for finding in findings] == ([("host4",)] if said else [])
-    assert all(said in finding.text for finding in findings)
+    findings = list(doctor_findings.check_clocks(nodes(5), rows))
+    assert [finding.nodes for finding in findings] == ([("host4",)] if text else [])
+    assert all(text in finding.text for finding in findings)
 
 
 def test_the_first_nodes_own_clock_is_found_by_those_of_the_others() -> None:
     rows = trips(5, lambda i, j: True, Trip("fine", "", 1e-4, -20.0))
-    (finding,) = found.check_clocks(nodes(5), rows)
+    (finding,) = doctor_findings.check_clocks(nodes(5), rows)
     assert finding.nodes == ("host0",)
     assert "20.0 s ahead" in finding.text
 
@@ -176,11 +180,11 @@ def test_the_first_nodes_own_clock_is_found_by_those_of_the_others() -> None:
 
 
 def test_the_store_that_some_do_not_reach() -> None:
-    (finding,) = found.check_rendezvous(
+    (finding,) = doctor_findings.check_rendezvous(
         nodes(4), ["", "no answer within 3 s", None, "no answer within 3 s"], 40123
     )
     assert finding.text == "host1, host3 -> host0 (10.0.0.1 port 40123): no answer within 3 s"
-    assert list(found.check_rendezvous(nodes(2), ["", ""], 1)) == []
+    assert list(doctor_findings.check_rendezvous(nodes(2), ["", ""], 1)) == []
 
 
 OWN: dict[str, dict[str, Any]] = {
@@ -190,11 +194,11 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def test_libraries_that_go_as_planned_are_no_finding() -> None:
-    assert list(found.check_loaded_libraries(nodes(2), [OWN, None])) == []
+    assert list(doctor_findings.check_loaded_libraries(nodes(2), [OWN, None])) == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "n", "level", "said"),
+    ("answer", "n", "level", "text"),
     [
         ({"addresses": ["127.0.1.1"]}, 2, "fail", "gloo would use 127.0.1.1, not eth0"),
         ({"addresses": ["127.0.1.1"]}, 1, "warn", "gloo would use 127.0.1.1, not eth0"),
@@ -214,15 +218,17 @@ def test_libraries_that_go_as_planned_are_no_finding() -> None:
     ],
 )
 def test_a_library_that_goes_elsewhere(
-    answer: dict[str, Any], n: int, level: str, said: str
+    answer: dict[str, Any], n: int, level: str, text: str
 ) -> None:
-    (finding,) = found.check_loaded_libraries(nodes(n), [{"gloo": answer}, *[{}] * (n - 1)])
-    assert (finding.check, finding.level, finding.text) == ("gloo", level, said)
+    (finding,) = doctor_findings.check_loaded_libraries(
+        nodes(n), [{"gloo": answer}, *[{}] * (n - 1)]
+    )
+    assert (finding.check, finding.level, finding.text) == ("gloo", level, text)
     assert "'env.GLOO_SOCKET_IFNAME=eth0'" in finding.fix
 
 
 def test_nccl_s_word_to_type_is_an_exact_name() -> None:
-    (finding,) = found.check_loaded_libraries(
+    (finding,) = doctor_findings.check_loaded_libraries(
         nodes(1), [{"nccl": {"error": "no socket interface found"}}]
     )
     assert "'env.NCCL_SOCKET_IFNAME==eth0'" in finding.fix
@@ -231,14 +237,14 @@ def test_nccl_s_word_to_type_is_an_exact_name() -> None:
 def test_a_package_that_one_node_lacks() -> None:
     packages = {"timm": ["timm"], "cv2": ["opencv-python", "opencv-python"]}
     for module in ("timm.models", "raydist.worker.backends.mine"):
-        (finding,) = found.check_imports(
+        (finding,) = doctor_findings.check_imports(
             nodes(3),
             [{}, {module: "ModuleNotFoundError: No module named 'timm.layers'"}, {}],
             packages,
         )
         assert (finding.nodes, finding.level) == (("host1",), "fail")
         assert finding.fix == "on host1: python -m pip install timm"
-    assert list(found.check_imports(nodes(2), [{}, {}], packages)) == []
+    assert list(doctor_findings.check_imports(nodes(2), [{}, {}], packages)) == []
 
 
 def test_what_to_install_is_a_package_not_a_module_of_that_name() -> None:
@@ -248,32 +254,32 @@ def test_what_to_install_is_a_package_not_a_module_of_that_name() -> None:
         ("mine", "the package that has the module mine"),
     ):
         errors = [{}, {module: f"ModuleNotFoundError: No module named '{module}'"}]
-        (finding,) = found.check_imports(nodes(2), errors, {"cv2": ["opencv-python"]})
+        (finding,) = doctor_findings.check_imports(nodes(2), errors, {"cv2": ["opencv-python"]})
         assert finding.fix.endswith(fix)
 
 
 def test_shared_memory_and_the_run_folder() -> None:
-    (finding,) = found.check_shm(nodes(3), ["", "No space left on device", None])
+    (finding,) = doctor_findings.check_shm(nodes(3), ["", "No space left on device", None])
     assert (finding.nodes, finding.level) == (("host1",), "fail")
-    assert list(found.check_run_folder(nodes(3), [True, None, True], "/runs")) == []
-    (finding,) = found.check_run_folder(nodes(3), [True, False, True], "/runs")
+    assert list(doctor_findings.check_run_folder(nodes(3), [True, None, True], "/runs")) == []
+    (finding,) = doctor_findings.check_run_folder(nodes(3), [True, False, True], "/runs")
     assert (finding.nodes, finding.level) == (("host1",), "note")
-    (finding,) = found.check_run_folder(nodes(3), [False, False, True], "/runs")
+    (finding,) = doctor_findings.check_run_folder(nodes(3), [False, False, True], "/runs")
     assert finding.level == "warn"  # rank 0's own node
 
 
 @pytest.mark.parametrize(
-    ("resolved", "said"),
+    ("resolved", "text"),
     [
         (["127.0.1.1"], "resolves to 127.0.1.1"),
         (["10.0.0.9", "::1"], "resolves to ::1"),
         ([], "does not resolve"),
     ],
 )
-def test_a_host_name_that_leads_nowhere_is_a_warning(resolved: list[str], said: str) -> None:
-    (finding,) = found.check_hostnames(nodes(3), [["10.0.0.1"], resolved, None])
+def test_a_host_name_that_leads_nowhere_is_a_warning(resolved: list[str], text: str) -> None:
+    (finding,) = doctor_findings.check_hostnames(nodes(3), [["10.0.0.1"], resolved, None])
     assert (finding.level, finding.nodes) == ("warn", ("host1",))
-    assert said in finding.text
+    assert text in finding.text
     assert "/etc/hosts" in finding.fix
 
 
@@ -288,8 +294,8 @@ def test_a_host_name_that_leads_nowhere_is_a_warning(resolved: list[str], said: 
 )
 def test_another_version_on_one_node(name: str, other: str, level: str) -> None:
     same = {"python": "3.11.7", "torch": "2.15.0", "ray": "2.60.0", "raydist": "0.1.0"}
-    assert list(found.compare_versions(nodes(200), [same] * 200)) == []
-    (finding,) = found.compare_versions(
+    assert list(doctor_findings.compare_versions(nodes(200), [same] * 200)) == []
+    (finding,) = doctor_findings.compare_versions(
         nodes(200), [*[same] * 150, {**same, name: other}, *[same] * 49]
     )
     assert (finding.nodes, finding.level) == (("host150",), level)
@@ -298,9 +304,11 @@ def test_another_version_on_one_node(name: str, other: str, level: str) -> None:
 
 
 def test_a_node_without_torch_is_named() -> None:
-    (finding,) = found.compare_versions(nodes(3), [{"torch": "2.15.0"}, {"torch": "2.15.0"}, {}])
+    (finding,) = doctor_findings.compare_versions(
+        nodes(3), [{"torch": "2.15.0"}, {"torch": "2.15.0"}, {}]
+    )
     assert finding.text == "host2 has no torch, the others 2.15.0"
-    (finding,) = found.compare_versions(
+    (finding,) = doctor_findings.compare_versions(
         nodes(3), [{"torch": "2.15.0+cu130"}, {}, {}]
     )  # most of them lack it
     assert finding.nodes == ("host1", "host2")
@@ -311,6 +319,8 @@ def test_a_node_without_torch_is_named() -> None:
 
 
 def test_nodes_that_could_not_do_their_part() -> None:
-    (finding,) = found.check_answers("call", {"no answer within 60 s": ["host1", "host2"]})
+    (finding,) = doctor_findings.check_answers(
+        "call", {"no answer within 60 s": ["host1", "host2"]}
+    )
     assert finding.nodes == ("host1", "host2")
     assert "'call'" in finding.text

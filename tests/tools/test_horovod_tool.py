@@ -161,14 +161,11 @@ def test_the_version_says_what_it_was_built_against(recipe: Recipe, version: str
 
 
 def test_the_environment_asks_for_gloo_and_torch_and_nothing_else() -> None:
-    told = Recipe(torch="2.15.0").environment()
+    env = Recipe(torch="2.15.0").environment()
     assert (
-        told["HOROVOD_WITH_GLOO"]
-        == told["HOROVOD_WITH_PYTORCH"]
-        == told["HOROVOD_WITHOUT_MPI"]
-        == "1"
+        env["HOROVOD_WITH_GLOO"] == env["HOROVOD_WITH_PYTORCH"] == env["HOROVOD_WITHOUT_MPI"] == "1"
     )
-    assert not {"HOROVOD_GPU_OPERATIONS", "HOROVOD_WITH_MPI", "CUDA_HOME"} & told.keys()
+    assert not {"HOROVOD_GPU_OPERATIONS", "HOROVOD_WITH_MPI", "CUDA_HOME"} & env.keys()
     assert Recipe(torch="2.15.0", mpi=True).environment()["HOROVOD_WITH_MPI"] == "1"
 
 
@@ -270,9 +267,9 @@ def test_a_build_tells_how_far_it_is_and_keeps_all_that_was_said(tmp_path: Path)
     (tmp_path / "setup.py").write_text(
         "print('[1/2] Building a.cc'); print('warning: so what'); print('[2/2] Linking')"
     )
-    told: list[str] = []
-    compile_wheel(tmp_path, {}, tmp_path / "build.log", told.append)
-    assert [text.split(",")[0] for text in told] == [
+    lines: list[str] = []
+    compile_wheel(tmp_path, {}, tmp_path / "build.log", lines.append)
+    assert [text.split(",")[0] for text in lines] == [
         "compiling 1 of 2 files",
         "compiling 2 of 2 files",
     ]
@@ -318,8 +315,8 @@ def test_a_wheel_in_the_cache_is_taken(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(horovod_build, "build_wheel", build)
     for _ in range(2):
-        said = horovod.build_command(parse_arguments(["build"]))
-        assert said.startswith(f"Horovod {recipe.version}: fine")
+        text = horovod.build_command(parse_arguments(["build"]))
+        assert text.startswith(f"Horovod {recipe.version}: fine")
     assert [what if isinstance(what, str) else what[0] for what in done] == [
         "built",
         "install",
@@ -379,7 +376,7 @@ def test_wrong_words_are_exit_code_2(words: list[str], capsys: pytest.CaptureFix
 def test_what_fails_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(asked: argparse.Namespace) -> str:
+    def fail(arguments: argparse.Namespace) -> str:
         raise LaunchError("it rained")
 
     monkeypatch.setattr(horovod, "build_command", fail)

@@ -39,7 +39,7 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     """What the tool prints; of an error, what it prints of that."""
     assert plan.main(words) == code
     out, err = capsys.readouterr()
@@ -47,7 +47,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 
 def data(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    return json.loads(told(capsys, *words, "--json"))
+    return json.loads(output_of(capsys, *words, "--json"))
 
 
 def on_nodes(
@@ -65,7 +65,7 @@ def node(i: int, gpu: float = 0, cpu: float = 8, free: dict[str, float] | None =
 
 
 def test_without_a_cluster_it_pictures_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys)
+    text = output_of(capsys)
     assert "this machine; no Ray is running" in text
     assert "2 ranks on 1 node, backend gloo" in text
     assert "STRICT_SPREAD: 1 bundle of 2 CPU" in text
@@ -77,21 +77,21 @@ def test_it_starts_nothing_and_makes_no_folder(
 ) -> None:
     import ray
 
-    told(capsys, "scale=1x4", "--json")
+    output_of(capsys, "scale=1x4", "--json")
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
 
 
 def test_the_variables_are_those_that_the_run_will_set(capsys: pytest.CaptureFixture[str]) -> None:
-    found = data(capsys, "scale=1x3", "seed=5")
-    assert (found["world_size"], found["backend"], found["placement"]) == (
+    planned = data(capsys, "scale=1x3", "seed=5")
+    assert (planned["world_size"], planned["backend"], planned["placement"]) == (
         3,
         "gloo",
         "STRICT_SPREAD",
     )
-    assert found["bundles"] == [{"CPU": 3}]
-    assert [slot["local_rank"] for slot in found["slots"]] == [0, 1, 2]
-    own = {var["name"]: var for var in found["variables"][2]}
+    assert planned["bundles"] == [{"CPU": 3}]
+    assert [slot["local_rank"] for slot in planned["slots"]] == [0, 1, 2]
+    own = {var["name"]: var for var in planned["variables"][2]}
     assert (own["RANK"]["value"], own["WORLD_SIZE"]["value"]) == ("2", "3")
     interface = own["GLOO_SOCKET_IFNAME"]["value"]
     assert own["MASTER_ADDR"]["value"] in probe.interfaces()[interface]
@@ -106,7 +106,7 @@ def test_more_ranks_than_cpus_fit_a_ray_of_its_own_as_in_a_run(
 
 
 def test_more_nodes_than_there_are_is_an_assumption(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "scale=3x2")
+    text = output_of(capsys, "scale=3x2")
     assert "assuming 3 nodes like this one" in text
     assert "6 ranks on 3 nodes" in text
     assert "every rank on node-3 (<address of node-3>)" in text
@@ -114,7 +114,7 @@ def test_more_nodes_than_there_are_is_an_assumption(capsys: pytest.CaptureFixtur
 
 
 def test_spares_are_nodes_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "scale=2x1", "scale.spares=1")
+    text = output_of(capsys, "scale=2x1", "scale.spares=1")
     assert "assuming 3 nodes like this one" in text
     assert "2 ranks on 2 nodes, 1 spare (node-3; warm" in text
     assert "STRICT_SPREAD: 3 bundles" in text
@@ -124,20 +124,20 @@ def test_a_remote_nodes_interface_is_not_known_before_it_is_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_nodes(monkeypatch, [node(1, gpu=4), node(2, gpu=4)])
-    found = data(capsys, "scale=2x4")
-    assert found["backend"] == "nccl"
-    own = {var["name"]: var["value"] for var in found["variables"][4]}
+    planned = data(capsys, "scale=2x4")
+    assert planned["backend"] == "nccl"
+    own = {var["name"]: var["value"] for var in planned["variables"][4]}
     assert own["GLOO_SOCKET_IFNAME"] == "<interface of 203.0.113.2>"
     assert own["MASTER_ADDR"] == "203.0.113.1"
     assert own["CUDA_VISIBLE_DEVICES"] == "<the 4 GPUs that Ray gives>"
-    asked = data(capsys, "scale=2x4", "fabric.interface=ib0")
-    own = {var["name"]: var["value"] for var in asked["variables"][4]}
+    with_interface = data(capsys, "scale=2x4", "fabric.interface=ib0")
+    own = {var["name"]: var["value"] for var in with_interface["variables"][4]}
     assert own["NCCL_SOCKET_IFNAME"] == "=ib0"
     assert own["MASTER_ADDR"] == "<address of ib0 on node-1>"
 
 
 def test_each_variable_is_printed_once_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "scale=2x2")
+    text = output_of(capsys, "scale=2x2")
     everywhere, first, second, each, _ = text.split("\n\n")[1:]
     assert everywhere.startswith("every rank\n")
     assert "\n  WORLD_SIZE " in everywhere
@@ -158,7 +158,7 @@ def test_many_ranks_and_nodes_are_folded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_nodes(monkeypatch, [node(i) for i in range(1, 201)])
-    text = told(capsys, "scale=200x8")
+    text = output_of(capsys, "scale=200x8")
     assert "1600 ranks on 200 nodes" in text
     assert "... and 192 more nodes: --json has all" in text
     assert "... and 1584 more ranks: --json has all" in text
@@ -168,50 +168,50 @@ def test_many_ranks_and_nodes_are_folded(
 
 def test_secrets_stay_secret(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["env.WANDB_API_KEY=hush"], ["env.WANDB_API_KEY=hush", "--json"]):
-        text = told(capsys, *words)
+        text = output_of(capsys, *words)
         assert "WANDB_API_KEY" in text
         assert "***" in text
         assert "hush" not in text
 
 
 def test_init_method_file_has_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = data(capsys, "init_method=file", f"hydra.run.dir={tmp_path}/here")
-    own = {var["name"]: var["value"] for var in found["variables"][1]}
+    planned = data(capsys, "init_method=file", f"hydra.run.dir={tmp_path}/here")
+    own = {var["name"]: var["value"] for var in planned["variables"][1]}
     assert own["RAYDIST_RENDEZVOUS_FILE"] == f"{tmp_path}/here/rendezvous"
     assert "MASTER_PORT" not in own
 
 
 def test_without_ray_the_ranks_meet_on_the_loopback(capsys: pytest.CaptureFixture[str]) -> None:
-    found = data(capsys, "group=inline", "scale=1x1")
-    own = {var["name"]: var["value"] for var in found["variables"][0]}
+    planned = data(capsys, "group=inline", "scale=1x1")
+    own = {var["name"]: var["value"] for var in planned["variables"][0]}
     assert own["MASTER_ADDR"] == "127.0.0.1"
-    assert "without Ray" in found["nodes"]
+    assert "without Ray" in planned["nodes"]
 
 
 def test_what_is_waited_for_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_nodes(monkeypatch, [node(1, gpu=4), node(2, gpu=4, free={"CPU": 8, "GPU": 1})])
-    text = told(capsys, "scale=2x4")
+    text = output_of(capsys, "scale=2x4")
     assert (
         "waits for 1 more node with 4 GPU, 4 CPU: 1 of 2 ready; node-2 has 4 GPU but 3 are taken"
         in text
     )
-    assert "waits" not in told(capsys, "scale=1x4")
+    assert "waits" not in output_of(capsys, "scale=1x4")
 
 
 def test_nodes_that_the_autoscaler_has_to_bring(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_nodes(monkeypatch, [node(1, cpu=1)], [NodeType("gpu", {"CPU": 8, "GPU": 8}, 3)])
-    text = told(capsys, "scale=2x8")
+    text = output_of(capsys, "scale=2x8")
     assert "gpu-2 " in text
     assert "every rank on gpu-1 (<address of gpu-1>)" in text
     assert "waits for 2 more nodes with 8 GPU, 8 CPU: 0 of 2 ready" in text
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["backend=nccl"], 2, "backend=nccl: the nodes have no GPU (1 node); set backend=gloo"),
         (["backend=glo"], 2, "did you mean backend=gloo?"),
@@ -240,23 +240,23 @@ def test_nodes_that_the_autoscaler_has_to_bring(
     ],
 )
 def test_it_refuses_as_train_does(
-    capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
 ) -> None:
-    text = told(capsys, *words, code=code)
+    text = output_of(capsys, *words, code=code)
     assert text.startswith("error: ")
-    assert said in text
+    assert message in text
     assert "Traceback" not in text
 
 
 def test_help_says_how(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "usage: raydist plan" in told(capsys, "--help")
+    assert "usage: raydist plan" in output_of(capsys, "--help")
 
 
 def test_a_cluster_that_is_gone_is_not_waited_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    assert "RAY_ADDRESS=127.0.0.1:9" in told(capsys, code=1)
+    assert "RAY_ADDRESS=127.0.0.1:9" in output_of(capsys, code=1)
 
 
 def test_an_address_that_a_killed_cluster_left_behind_is_no_cluster(
@@ -312,18 +312,18 @@ FREE = [node(1, cpu=4, free={"CPU": 1}), node(2, cpu=4), node(3, cpu=2), node(4,
     ],
 )
 def test_bundles_are_laid_out_as_the_strategy_says(scale: dict[str, Any], hosts: list[int]) -> None:
-    asked = placement.resources_for(Job(scale=Scale(**scale), backend=Backend("gloo")), FREE)
-    assert [each.id for each in plan.place_request(asked, FREE, [])] == [f"id-{i}" for i in hosts]
+    request = placement.resources_for(Job(scale=Scale(**scale), backend=Backend("gloo")), FREE)
+    assert [each.id for each in plan.place_request(request, FREE, [])] == [f"id-{i}" for i in hosts]
 
 
 def test_labels_decide_where_bundles_lie() -> None:
     nodes = [
         replace(each, labels={"zone": "ab"[i % 2]}) for i, each in enumerate([node(1), node(2)])
     ]
-    asked = placement.resources_for(
+    request = placement.resources_for(
         Job(scale=Scale(nodes=1, per_node=1, labels={"zone": "b"})), nodes
     )
-    assert [each.id for each in plan.place_request(asked, nodes, [])] == ["id-2"]
+    assert [each.id for each in plan.place_request(request, nodes, [])] == ["id-2"]
 
 
 @pytest.mark.ray
@@ -335,10 +335,10 @@ def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> Non
     done = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
     )
-    found = json.loads(done.stdout)
-    assert found["nodes"] == f"the Ray cluster at {ray_address} (1 node)"
-    assert found["world_size"] == 4
-    assert found["slots"][0]["node"] != "here"
+    planned = json.loads(done.stdout)
+    assert planned["nodes"] == f"the Ray cluster at {ray_address} (1 node)"
+    assert planned["world_size"] == 4
+    assert planned["slots"][0]["node"] != "here"
     refused = subprocess.run(
         [*command, "scale=1x9"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

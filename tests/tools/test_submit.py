@@ -29,12 +29,12 @@ class Recorder:
 
 def test_the_metadata_of_a_job_has_no_secrets() -> None:
     client, plain = Recorder(), ["checkpoint.best=max:tokens", "env.NCCL_DEBUG=INFO", "--multirun"]
-    typed = [
+    overrides = [
         "++job.args={hub: {token: hush, x: 1}}",
         "args=--api-key hush --lr 1",
         "+env.AWS_SECRET_ACCESS_KEY=hush=b",
     ]
-    submit.send(client, ".", [*plain, *typed], None)
+    submit.send(client, ".", [*plain, *overrides], None)
     words = shlex.split(client.sent["metadata"][job_metadata.OVERRIDES])
     assert words == [
         *plain, "++job.args={hub:{token:***,x:1}}", "args='--api-key ***'", "+env.AWS_SECRET_ACCESS_KEY=***",
@@ -120,10 +120,10 @@ def test_a_wrong_flag_or_address_ends_it(
     ],
 )  # fmt: skip
 def test_the_exit_code_is_the_jobs(status: str, ended: int | None, signal: str, code: int) -> None:
-    told = {"raydist.signal": signal} if signal else None
+    metadata = {"raydist.signal": signal} if signal else None
     assert (
         submit.code(
-            SimpleNamespace(status=status, message="", driver_exit_code=ended, metadata=told)
+            SimpleNamespace(status=status, message="", driver_exit_code=ended, metadata=metadata)
         )
         == code
     )
@@ -135,8 +135,8 @@ def result(**facts: Any) -> dict[str, Any]:
 
 def test_a_result_becomes_flat_text() -> None:
     metrics = {"loss": float("nan"), "accuracy": 0.98611, "note": "text", "many": [1.0]}
-    told = job_metadata.result_metadata(result(metrics=metrics, goodput=0.5))
-    assert told == {
+    metadata = job_metadata.result_metadata(result(metrics=metrics, goodput=0.5))
+    assert metadata == {
         "raydist.result": "finished", "raydist.run_dir": "runs/a", "raydist.attempts": "1", "raydist.goodput": "0.500",
         "raydist.metrics.loss": "nan", "raydist.metrics.accuracy": "0.98611",
     }  # fmt: skip

@@ -27,7 +27,7 @@ def test_the_page_and_the_trace_of_a_run_in_a_store(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mirror, "FIRST_S", 0.0)  # a store that takes longer to send the events
-    with store() as made, environment(made.env):
+    with store() as server, environment(server.env):
         raydist.run(
             ten_steps,
             "storage=s3://bucket/runs",
@@ -36,7 +36,7 @@ def test_the_page_and_the_trace_of_a_run_in_a_store(
             "scale=1x1",
             "watch.progress=none",
         )
-        (events,) = [name for name in made.files("runs/stored/") if name.endswith("events.jsonl")]
+        (events,) = [name for name in server.files("runs/stored/") if name.endswith("events.jsonl")]
         url = f"s3://bucket/{events.rpartition('/')[0]}"
         assert watch.main([url, "--export", "a.html"]) == 0
         (data,) = re.findall(
@@ -52,6 +52,6 @@ def test_the_page_and_the_trace_of_a_run_in_a_store(
         assert f"type {url}" in capsys.readouterr().err
         assert watch.main(["s3://bucket/elsewhere/run"]) == ConfigError.exit_code
         assert "no run is there" in capsys.readouterr().err
-        made.stop()
+        server.stop()
         assert watch.main([url]) == ConfigError.exit_code
         assert "it cannot be read" in capsys.readouterr().err

@@ -174,17 +174,17 @@ def test_loader_workers_get_their_batches_without_the_whole_order(
 ) -> None:
     """torch.multiprocessing would move the permutation of all samples to /dev/shm, once for each
     rank."""
-    made: list[torch.Tensor] = []
+    batches: list[torch.Tensor] = []
     permutation = data.Order.permutation
 
     def kept(self: data.Order) -> torch.Tensor:
-        made.append(permutation(self))
-        return made[-1]
+        batches.append(permutation(self))
+        return batches[-1]
 
     monkeypatch.setattr(data.Order, "permutation", kept)
     got = torch.cat(list(data.loader(Many(), order(8, 4), Data(workers=1))))
     assert sorted(got.tolist()) == list(range(0, 80, 10))
-    assert [each.is_shared() for each in made] == [False]  # type: ignore[no-untyped-call]
+    assert [each.is_shared() for each in batches] == [False]  # type: ignore[no-untyped-call]
 
 
 def make(size: int, world: int = 2, accumulate: int = 1, **words: Any) -> data.Order:

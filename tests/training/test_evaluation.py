@@ -57,9 +57,9 @@ def test_a_module_that_the_job_froze_stays_frozen(name: str, ranks: int, tmp_pat
         return [(norm.training, norm.running_mean) for norm in norms]
 
     job = replace(GLOO, data=Data(batch_size=8), parallel=Parallel(name), train=Train(epochs=2))
-    told = run_ranks(ranks, job, trained, tmp_path)
-    assert [one.error for one in told] == [""] * ranks
-    (frozen, kept), (alive, moved) = told[0].value[0], told[-1].value[1]
+    results = run_ranks(ranks, job, trained, tmp_path)
+    assert [one.error for one in results] == [""] * ranks
+    (frozen, kept), (alive, moved) = results[0].value[0], results[-1].value[1]
     assert (frozen, alive) == (False, True)
     assert torch.equal(kept, torch.zeros(3))
     assert not torch.equal(moved, torch.zeros(3))
@@ -87,12 +87,12 @@ def test_the_compiled_model_is_evaluated_too(tmp_path: Path) -> None:
         raydist.fit(job, model=nn.Linear(7, 7), train=train, test=test, loss=F.mse_loss)
         return batches - {7}
 
-    told = run_ranks(
+    results = run_ranks(
         2, replace(GLOO, data=Data(batch_size=4), train=Train(compile=True)), trained, tmp_path
     )
-    assert [one.error for one in told] == ["", ""]
+    assert [one.error for one in results] == ["", ""]
     assert all(
-        3 in one.value for one in told
+        3 in one.value for one in results
     )  # of 6 test samples each rank has 3; it trains with 4
 
 
@@ -103,8 +103,8 @@ def test_a_model_that_comes_in_evaluation_mode_is_trained(tmp_path: Path) -> Non
         raydist.fit(job, model=model, train=samples, loss=F.mse_loss)
         return all(module.training for module in model.modules())
 
-    (told,) = run_ranks(1, replace(GLOO, data=Data(batch_size=4)), trained, tmp_path)
-    assert (told.error, told.value) == ("", True)
+    (result,) = run_ranks(1, replace(GLOO, data=Data(batch_size=4)), trained, tmp_path)
+    assert (result.error, result.value) == ("", True)
 
 
 def mean_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -120,15 +120,15 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
     def measure(job: Job) -> tuple[dict[str, float], set[tuple[bool, bool]], bool]:
         model = Shift().train()
         metrics: dict[str, Any] = {"mse": F.mse_loss, "mean": mean_target, "each": each_output}
-        found = evaluate(
+        means = evaluate(
             model, batches(context.rank().rank, world), metrics, context.current().comm, CPU, 99
         )
-        return found, model.modes, model.training
+        return means, model.modes, model.training
 
-    for told in run_ranks(world, GLOO, measure, tmp_path):
-        assert told.error == ""
-        found, modes, training = told.value
-        assert found == pytest.approx({"mse": 1.0, "mean": 4.5, "each": 5.5})
+    for result in run_ranks(world, GLOO, measure, tmp_path):
+        assert result.error == ""
+        means, modes, training = result.value
+        assert means == pytest.approx({"mse": 1.0, "mean": 4.5, "each": 5.5})
         assert modes == {(False, False)}
         assert training
 
@@ -138,7 +138,7 @@ def test_a_rank_without_samples_counts_nothing(tmp_path: Path) -> None:
         mine = batches(0, 1) if context.rank().rank == 0 else []
         return evaluate(Shift(), mine, {"mean": mean_target}, context.current().comm, CPU, 99)
 
-    assert [told.value for told in run_ranks(2, GLOO, measure, tmp_path)] == [{"mean": 4.5}] * 2
+    assert [result.value for result in run_ranks(2, GLOO, measure, tmp_path)] == [{"mean": 4.5}] * 2
 
 
 def test_buffers_become_those_of_rank_0(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ BASE = Job(
 
 
 def samples(count: int = SIZE, seed: int = 0) -> TensorDataset:
-    made = torch.Generator().manual_seed(seed)
-    features = torch.randn(count, FEATURES, generator=made)
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, FEATURES, generator=generator)
     return TensorDataset(features, (features.sum(dim=1) > 0).long())
 
 
@@ -75,10 +75,10 @@ def model(dropout: float = 0.2) -> nn.Module:
 
 
 def train(
-    job: Job, made: Any = model, loss: Any = F.cross_entropy
+    job: Job, make_model: Any = model, loss: Any = F.cross_entropy
 ) -> tuple[dict[str, float], list[int], dict[str, torch.Tensor]]:
     """One training; what fit gave, which samples this rank saw, and the parameters."""
-    noted, net = Noted(), made()
+    noted, net = Noted(), make_model()
     given = raydist.fit(job, model=net, train=noted, loss=loss)
     return given, noted.seen, {name: value.clone() for name, value in net.state_dict().items()}
 
@@ -143,7 +143,7 @@ def last_optimizer(run_dir: Path) -> Any:
 
 def test_resume_of_three_ranks_is_bitwise_too(tmp_path: Path) -> None:
     # With two ranks a + b = b + a hides in which order DDP's buckets add up; with three it shows.
-    wide = functools.partial(train, made=wide_model)
+    wide = functools.partial(train, make_model=wide_model)
     whole = succeeded(run_ranks(3, stop_after(BASE, 4), wide, tmp_path))
     again = resumed(3, BASE, tmp_path, 4, wide)
     assert again[0].losses == whole[0].losses[4:]
@@ -169,9 +169,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
     again = resumed(world, BASE, run_dir, 5)
     rehearsed = 12 // world  # the first portion is looked at twice: once before the state is loaded
     for step in range(5, 16):
-        before = [index for told in whole for index in told.value[1][step * 6 : (step + 1) * 6]]
+        before = [index for result in whole for index in result.value[1][step * 6 : (step + 1) * 6]]
         at = rehearsed + (step - 5) * 12 // world
-        after = [index for told in again for index in told.value[1][at : at + 12 // world]]
+        after = [index for result in again for index in result.value[1][at : at + 12 // world]]
         assert sorted(before) == sorted(after)
     assert [e["step"] for e in again[0].kind("report")] == list(range(6, 17))
 
@@ -179,7 +179,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(
 def test_an_epoch_sees_every_sample_once_and_epochs_differ(
     unbroken: tuple[Path, list[RankResult]],
 ) -> None:
-    seen = [told.value[1] for told in unbroken[1]]
+    seen = [result.value[1] for result in unbroken[1]]
     first, second = (sorted(index for one in seen for index in one[at : at + 48]) for at in (0, 48))
     assert first == second == list(range(SIZE))
     assert seen[0][:48] != seen[0][48:]
@@ -188,7 +188,7 @@ def test_an_epoch_sees_every_sample_once_and_epochs_differ(
 def test_loader_workers_change_nothing(unbroken: tuple[Path, list[RankResult]]) -> None:
     run_dir, whole = unbroken
     again = resumed(2, replace(BASE, data=replace(BASE.data, workers=1)), run_dir, 5)
-    assert [told.losses for told in again] == [told.losses[5:] for told in whole]
+    assert [result.losses for result in again] == [result.losses[5:] for result in whole]
 
 
 def test_the_events_of_a_training(unbroken: tuple[Path, list[RankResult]]) -> None:
@@ -227,10 +227,10 @@ def test_parameters_begin_alike_from_the_seed(tmp_path: Path) -> None:
     def first(job: Job) -> float:
         return float(model()[0].weight[0, 0])  # type: ignore[index]
 
-    values = {told.value for told in succeeded(run_ranks(2, BASE, first, tmp_path))}
+    values = {result.value for result in succeeded(run_ranks(2, BASE, first, tmp_path))}
     assert len(values) == 1
     assert values != {
-        told.value for told in succeeded(run_ranks(1, replace(BASE, seed=6), first, tmp_path))
+        result.value for result in succeeded(run_ranks(1, replace(BASE, seed=6), first, tmp_path))
     }
 
 
@@ -286,9 +286,9 @@ def test_the_loss_is_the_mean_over_all_samples_on_every_rank(tmp_path: Path) -> 
     whole, *three = succeeded(
         run_ranks(1, job, learn, tmp_path / "1") + run_ranks(3, job, learn, tmp_path / "3")
     )
-    assert [told.losses for told in three] == [three[0].losses] * 3
+    assert [result.losses for result in three] == [three[0].losses] * 3
     assert three[0].losses == pytest.approx(whole.losses, abs=1e-5)
-    assert [told.value for told in three] == [three[0].losses[-1]] * 3
+    assert [result.value for result in three] == [three[0].losses[-1]] * 3
 
 
 def test_ranks_end_with_the_same_parameters(tmp_path: Path) -> None:
@@ -307,10 +307,10 @@ def test_clipping_bounds_the_step(tmp_path: Path, precision: str) -> None:
         )
 
     job = replace(with_train(steps=1, clip=0.01, precision=precision), data=Data(global_batch=12))
-    (told,) = succeeded(run_ranks(1, job, moved, tmp_path))
+    (result,) = succeeded(run_ranks(1, job, moved, tmp_path))
     # plain SGD: the step is the rate (0.1) times the gradient's norm, which the clipping holds at
     # 0.01
-    assert told.value == pytest.approx(0.001, rel=1e-3)
+    assert result.value == pytest.approx(0.001, rel=1e-3)
 
 
 @pytest.mark.parametrize("writer", ["the rank", "another process"])
@@ -395,12 +395,12 @@ def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_aft
     job = replace(BASE, optim=Optim("adamw"))
     succeeded(run_ranks(1, replace(job, train=Train(steps=2)), learn, tmp_path))
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    (told,) = succeeded(
+    (result,) = succeeded(
         run_ranks(
             1, replace(job, train=Train(steps=4)), learn, tmp_path, {"RAYDIST_RESUME": str(saved)}
         )
     )
-    loading, training = told.value
+    loading, training = result.value
     assert loading == [True]
     assert training[-1] is False
 
@@ -422,14 +422,14 @@ def test_precision_of_the_forward_pass(tmp_path: Path, precision: str, dtype: st
         assert saved is not None
         return seen, str(net[0].weight.dtype), sorted(saved.state["scaler"])
 
-    (told,) = succeeded(
+    (result,) = succeeded(
         run_ranks(1, replace(BASE, train=Train(epochs=4, precision=precision)), learn, tmp_path)
     )
-    seen, weights, scaler = told.value
+    seen, weights, scaler = result.value
     assert seen == {f"torch.{dtype}"}
     assert weights == "torch.float32"
     assert ("scale" in scaler) == (precision == "fp16")
-    assert told.losses[-1] < told.losses[0]
+    assert result.losses[-1] < result.losses[0]
 
 
 def steep(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -470,12 +470,12 @@ def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
         }
         return given, alone
 
-    told = succeeded(run_ranks(2, BASE, learn, tmp_path))
-    for one in told:
+    results = succeeded(run_ranks(2, BASE, learn, tmp_path))
+    for one in results:
         given, alone = one.value
         assert {name: given[name] for name in alone} == pytest.approx(alone, rel=1e-5)
-    assert [e["step"] for e in told[0].kind("report") if "accuracy" in e["values"]] == [8, 16]
-    assert not [e for e in told[1].kind("report") if "accuracy" in e["values"]]
+    assert [e["step"] for e in results[0].kind("report") if "accuracy" in e["values"]] == [8, 16]
+    assert not [e for e in results[1].kind("report") if "accuracy" in e["values"]]
 
 
 def learn_and_test(job: Job) -> dict[str, float]:
@@ -501,18 +501,20 @@ def learn_and_test(job: Job) -> dict[str, float]:
 def test_when_it_evaluates_and_saves(
     tmp_path: Path, words: dict[str, Any], evaluated: list[int], saved: list[int]
 ) -> None:
-    (told,) = succeeded(run_ranks(1, replace(BASE, train=Train(**words)), learn_and_test, tmp_path))
-    assert [e["step"] for e in told.kind("report") if "accuracy" in e["values"]] == evaluated
-    assert [e["step"] for e in told.kind("saved")] == saved
+    (result,) = succeeded(
+        run_ranks(1, replace(BASE, train=Train(**words)), learn_and_test, tmp_path)
+    )
+    assert [e["step"] for e in result.kind("report") if "accuracy" in e["values"]] == evaluated
+    assert [e["step"] for e in result.kind("saved")] == saved
 
 
 def test_a_checkpoint_knows_its_metrics_and_the_best_is_kept(tmp_path: Path) -> None:
     job = replace(BASE, train=Train(epochs=6), checkpoint=Checkpoint(keep=1, best="min:test_loss"))
-    (told,) = succeeded(run_ranks(1, job, learn_and_test, tmp_path))
+    (result,) = succeeded(run_ranks(1, job, learn_and_test, tmp_path))
     kept = sorted((tmp_path / "checkpoints").iterdir())
     losses = {
         e["step"]: e["values"]["test_loss"]
-        for e in told.kind("report")
+        for e in result.kind("report")
         if "test_loss" in e["values"]
     }
     best = min(losses, key=lambda step: losses[step])
@@ -560,14 +562,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_path(
     unbroken: tuple[Path, list[RankResult]],
 ) -> None:
     path = unbroken[0] / "checkpoints" / "step-00000010"
-    told = run_ranks(
+    results = run_ranks(
         2,
         BASE,
-        functools.partial(train, made=wide_model),
+        functools.partial(train, make_model=wide_model),
         unbroken[0] / "third",
         {"RAYDIST_RESUME": str(path)},
     )
-    assert all("ConfigError" in one.error and "step-00000010" in one.error for one in told)
+    assert all("ConfigError" in one.error and "step-00000010" in one.error for one in results)
 
 
 def test_ranks_that_find_different_checkpoints_are_an_error(
@@ -581,8 +583,8 @@ def test_ranks_that_find_different_checkpoints_are_an_error(
         return train(job)
 
     path = unbroken[0] / "checkpoints" / "step-00000010"
-    told = run_ranks(2, BASE, blind, unbroken[0] / "fourth", {"RAYDIST_RESUME": str(path)})
-    assert all("rank 0: step 10, rank 1: none" in one.error for one in told)
+    results = run_ranks(2, BASE, blind, unbroken[0] / "fourth", {"RAYDIST_RESUME": str(path)})
+    assert all("rank 0: step 10, rank 1: none" in one.error for one in results)
 
 
 def switched(job: Job) -> tuple[str, bool]:
@@ -621,10 +623,10 @@ def test_channels_last_reaches_the_model(tmp_path: Path) -> None:
         raydist.fit(job, model=net, train=images, test=images, loss=F.cross_entropy)
         return all(seen), layer.weight.is_contiguous(memory_format=torch.channels_last)
 
-    (told,) = succeeded(
+    (result,) = succeeded(
         run_ranks(1, replace(BASE, train=Train(epochs=1, channels_last=True)), learn, tmp_path)
     )
-    assert told.value == (True, True)
+    assert result.value == (True, True)
 
 
 def test_compile_gives_the_same_numbers(tmp_path: Path) -> None:
@@ -669,10 +671,10 @@ def test_compile_by_blocks_gives_the_same_numbers_under_fsdp(tmp_path: Path) -> 
 
 def test_an_unknown_best_is_refused_with_the_nearest(tmp_path: Path) -> None:
     job = replace(BASE, checkpoint=Checkpoint(best="max:acuracy"))
-    (told,) = run_ranks(1, job, learn_and_test, tmp_path)
+    (result,) = run_ranks(1, job, learn_and_test, tmp_path)
     assert (
         "checkpoint.best=max:acuracy: there is no such metric; did you mean "
-        "checkpoint.best=max:accuracy?" in told.error
+        "checkpoint.best=max:accuracy?" in result.error
     )
 
 

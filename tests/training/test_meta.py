@@ -89,7 +89,7 @@ class Draws(nn.Linear):
 
 @pytest.mark.parametrize("settings", [Parallel("hsdp", shard=2), Parallel("fsdp", tp=2)])
 def test_ranks_with_the_same_part_have_the_same_values(settings: Parallel, tmp_path: Path) -> None:
-    def made(job: Job) -> Any:
+    def values_of(job: Job) -> Any:
         with torch.device("meta"):
             model: Any = nn.Sequential(*(Draws(8, 8) for _ in range(4)))
         model.tp_plan = {"1": "colwise_rep"}
@@ -112,7 +112,7 @@ def test_ranks_with_the_same_part_have_the_same_values(settings: Parallel, tmp_p
         train=Train(steps=1),
     )
     job = replace(job, checkpoint=Checkpoint(every=100), parallel=settings)
-    values = [one.value for one in succeeded(run_ranks(4, job, made, tmp_path))]
+    values = [one.value for one in succeeded(run_ranks(4, job, values_of, tmp_path))]
     assert {*values[0]} | {*values[-1]} == {
         f"{index}.{kind}" for index in range(4) for kind in ("weight", "bias")
     }

@@ -28,9 +28,9 @@ def test_build_by_target_with_nested_targets() -> None:
         "nhead": 2,
         "activation": gelu,
     }
-    made = models.build_model(layer)
-    assert isinstance(made, nn.TransformerEncoderLayer)
-    assert isinstance(made.activation, nn.GELU)
+    model = models.build_model(layer)
+    assert isinstance(model, nn.TransformerEncoderLayer)
+    assert isinstance(model.activation, nn.GELU)
 
 
 def test_arguments_of_the_job_fill_in_missing_settings() -> None:
@@ -44,17 +44,17 @@ def scores(model: nn.Module) -> int:
 
 
 def test_a_model_without_that_argument_is_not_given_it() -> None:
-    made = models.build_model(
+    model = models.build_model(
         {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}, num_classes=10
     )
-    assert isinstance(made, nn.Linear)
+    assert isinstance(model, nn.Linear)
 
 
 def test_torchvisions_models_take_the_number_of_classes() -> None:
-    made = models.build_model(
+    model = models.build_model(
         {"_target_": "torchvision.models.squeezenet1_1", "weights": None}, num_classes=3
     )
-    assert made(torch.rand(1, 3, 64, 64)).shape == (1, 3)
+    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 3)
 
 
 @pytest.mark.parametrize(

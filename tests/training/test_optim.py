@@ -23,16 +23,19 @@ def parameter() -> torch.nn.Parameter:
 
 @pytest.mark.parametrize("name", sorted(optim.OPTIMIZERS))
 def test_each_name_is_torchs_own_class(name: str) -> None:
-    made = optim.optimizer(Optim(name=name), [parameter()], 0.125)
-    assert type(made).__name__ == optim.OPTIMIZERS[name]
-    assert made.param_groups[0]["lr"] == 0.125
+    optimizer = optim.optimizer(Optim(name=name), [parameter()], 0.125)
+    assert type(optimizer).__name__ == optim.OPTIMIZERS[name]
+    assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_arguments_reach_it() -> None:
-    made = optim.optimizer(
+    optimizer = optim.optimizer(
         Optim(name="sgd", args={"momentum": 0.9, "nesterov": True}), [parameter()], 0.1
     )
-    assert (made.param_groups[0]["momentum"], made.param_groups[0]["nesterov"]) == (0.9, True)
+    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["nesterov"]) == (
+        0.9,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,12 @@ def test_the_rate_grows_with_the_batch(rule: str, rate: float) -> None:
 def rates(**words: Any) -> list[float]:
     """The rate of each of 12 steps, as the optimizer has it."""
     settings = Optim(**words)
-    made = optim.optimizer(settings, [parameter()], 1.0)
-    schedule = optim.schedule(settings, made, optim.Course(12))
+    optimizer = optim.optimizer(settings, [parameter()], 1.0)
+    schedule = optim.schedule(settings, optimizer, optim.Course(12))
     seen = []
     for _ in range(12):
-        seen.append(made.param_groups[0]["lr"])
-        made.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
         schedule.step()
     return seen
 
@@ -118,15 +121,15 @@ def stepped(
 ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
     """(the optimizer, all parameters) after six steps with gradients that are drawn."""
     drawn = torch.Generator().manual_seed(3)
-    made = [torch.nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
     own = optim.optimizer(
-        job.optim, made, 0.037, optim.fused(job, made) if fused is None else fused
+        job.optim, parameters, 0.037, optim.fused(job, parameters) if fused is None else fused
     )
     for _ in range(6):
-        for each in made:
+        for each in parameters:
             each.grad = torch.randn(each.shape, generator=drawn)
         own.step()
-    return own, torch.cat([each.detach().flatten() for each in made])
+    return own, torch.cat([each.detach().flatten() for each in parameters])
 
 
 WHOLE, BROKEN = [(16,), (64, 3, 7, 16), (512, 96), (1, 16)], [(16,), (3,), (1000, 33), (9,)]
@@ -210,7 +213,7 @@ def test_gradients_that_the_fused_kernels_would_misread_switch_them_off() -> Non
 
 
 def test_a_state_of_channels_last_weights_goes_on_in_others() -> None:
-    def made(layout: torch.memory_format) -> torch.optim.Optimizer:
+    def make(layout: torch.memory_format) -> torch.optim.Optimizer:
         weights = torch.nn.Parameter(
             torch.arange(1024.0).view(16, 4, 4, 4).clone(memory_format=layout)
         )
@@ -218,7 +221,7 @@ def test_a_state_of_channels_last_weights_goes_on_in_others() -> None:
         weights.grad = weights.detach().clone()
         return own
 
-    saved, fresh = made(torch.channels_last), made(torch.contiguous_format)
+    saved, fresh = make(torch.channels_last), make(torch.contiguous_format)
     saved.step()
     fresh.load_state_dict(deepcopy(saved.state_dict()))
     optim.align_state(fresh)

@@ -160,11 +160,11 @@ def test_words_that_cannot_fit_are_refused_before_the_job_is_composed(
 
 
 def test_a_wrong_product_is_refused_without_composing() -> None:
-    told = (
+    text = (
         "import sys; from raydist import train; print(train.main(sys.argv[1:]), 'hydra' in "
         "sys.modules)"
     )
-    command = [sys.executable, "-c", told, "parallel.shard=3", "scale=1x4"]
+    command = [sys.executable, "-c", text, "parallel.shard=3", "scale=1x4"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stdout == "2 False\n"
     assert ended.stderr.startswith(
@@ -262,9 +262,9 @@ def test_the_memory_of_the_largest_stage() -> None:
         16 + 256 * 16
     )  # two blocks of three, the last norm and the tied embedding
     job = replace(BASE, parallel=Parallel("fsdp", pp=2), optim=Optim("adamw"))
-    found = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
+    memory = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
     # for all micro-batches of a step a rank has the stage and its gradients whole
-    assert found == {
+    assert memory == {
         "parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": 2 * largest
     }  # fmt: skip
 
@@ -283,29 +283,29 @@ def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) ->
     job = replace(BASE, parallel=settings, train=Train(steps=1))
 
     def held(job: Job) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes_of: dict[str, int] = {}
 
         def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             own = [value for group in optimizer.param_groups for value in group["params"]]
-            found["parameters"] = sum(local(value).nbytes for value in own)
-            found["gradients"] = sum(local(value.grad).nbytes for value in own)
+            sizes_of["parameters"] = sum(local(value).nbytes for value in own)
+            sizes_of["gradients"] = sum(local(value.grad).nbytes for value in own)
             states = [
                 local(each) for of_one in optimizer.state.values() for each in of_one.values()
             ]
-            found["adamw"] = sum(
+            sizes_of["adamw"] = sum(
                 each.nbytes for each in states if each.dim()
             )  # not the count of steps
 
         register_optimizer_step_post_hook(look)
         text = torch.arange(24 * 8, dtype=torch.uint8).view(24, 8)
         raydist.fit(job, model=GPT(**sizes), train=TensorDataset(text, text), loss=next_token)
-        return found
+        return sizes_of
 
-    told = succeeded(run_ranks(4, job, held, tmp_path))
+    results = succeeded(run_ranks(4, job, held, tmp_path))
     with torch.device("meta"):
         model = GPT(**sizes)
     planned = memory_of(model, job, mesh_shape(settings, 4, 4))
-    largest = max((one.value for one in told), key=lambda found: sum(found.values()))
+    largest = max((one.value for one in results), key=lambda sizes_of: sum(sizes_of.values()))
     assert largest == {name: planned[name] for name in largest}
 
 
@@ -343,11 +343,11 @@ def test_gradients_stay_in_shards_between_the_passes_of_a_step(
         raydist.fit(job, model=model, train=TensorDataset(text, text), loss=noting)
         return seen
 
-    told = succeeded(run_ranks(4, job, held, tmp_path))
+    results = succeeded(run_ranks(4, job, held, tmp_path))
     with torch.device("meta"):
         planned = memory_of(GPT(**sizes), job, mesh_shape(settings, 4, 4))["gradients"]
-    assert {one.value[0] for one in told} == {0}
-    most = max(max(one.value) for one in told)
+    assert {one.value[0] for one in results} == {0}
+    most = max(max(one.value) for one in results)
     assert 0 < most <= planned
 
 
@@ -400,12 +400,12 @@ def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) 
     ]
     assert plan.main([*words, "group=inline", "backend=gloo", "train.precision=bf16"]) == 0
     # 8.03e9 parameters in fp32 on 8 ranks; a block and what is outside of blocks in bf16
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
         "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36"
-        in said
+        in output
     )
-    assert re.search(r"gathered, and at most \d+\.\d\d GiB of activations before the loss", said)
+    assert re.search(r"gathered, and at most \d+\.\d\d GiB of activations before the loss", output)
 
 
 class Named(nn.Module):
@@ -515,7 +515,7 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
     job = replace(
         BASE, backend=Backend("gloo", timeout_s=77), parallel=settings, data=Data(batch_size=6)
     )
-    told = succeeded(
+    results = succeeded(
         run_ranks(
             ranks,
             replace(job, snapshot=Snapshot(1), train=Train(steps=2)),
@@ -523,8 +523,8 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
             tmp_path,
         )
     )
-    assert len({made for made, _ in (one.value for one in told)}) == 1
-    for one in told:
+    assert len({names for names, _ in (one.value for one in results)}) == 1
+    for one in results:
         limits = one.value[1]
         assert len(limits) > 2
         assert {*limits} == {77}
@@ -532,10 +532,10 @@ def test_every_rank_makes_every_group_with_the_timeout_of_the_backend(
 
 def digits(job: Job) -> dict[str, float]:
     """The first layers of the digits; 43 test samples are not the same number on each rank."""
-    found = load_digits()
+    data = load_digits()
     images, labels = (
-        torch.tensor(found.images / 16, dtype=torch.float32).unsqueeze(1),
-        torch.tensor(found.target),
+        torch.tensor(data.images / 16, dtype=torch.float32).unsqueeze(1),
+        torch.tensor(data.target),
     )
     torch.manual_seed(raydist.rank().rank)  # the parameters are rank 0's
     model: Any = SmallCNN(width=8)
@@ -569,9 +569,9 @@ TYPES = set[torch.dtype]()
 
 def types_since() -> set[torch.dtype]:
     """Those since the last call."""
-    found = {*TYPES}
+    new = {*TYPES}
     TYPES.clear()
-    return found
+    return new
 
 
 def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -579,9 +579,11 @@ def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
 
-def mean_losses(told: list[RankResult]) -> list[float]:
+def mean_losses(results: list[RankResult]) -> list[float]:
     """The loss of each step, the mean over the ranks."""
-    return [sum(losses) / len(told) for losses in zip(*(one.losses for one in told), strict=True)]
+    return [
+        sum(losses) / len(results) for losses in zip(*(one.losses for one in results), strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -603,9 +605,9 @@ def trained(
             figures.append(train(job))
         return figures
 
-    told = succeeded(run_ranks(ranks, replace(BASE, parallel=settings), both, folder / name))
-    losses = mean_losses(told)
-    return told[0].value, [losses[:STEPS], losses[STEPS:]]
+    results = succeeded(run_ranks(ranks, replace(BASE, parallel=settings), both, folder / name))
+    losses = mean_losses(results)
+    return results[0].value, [losses[:STEPS], losses[STEPS:]]
 
 
 @pytest.mark.parametrize(
@@ -625,7 +627,7 @@ def test_the_losses_are_those_of_ddp(
     folder: Path, tmp_path: Path, name: str, settings: Parallel, alone: int
 ) -> None:
     figures, wanted = trained(folder, f"ddp{alone}", Parallel(), alone)
-    found, losses = trained(folder, name, settings)
+    values, losses = trained(folder, name, settings)
     for one, other in zip(losses, wanted, strict=True):
         assert len(one) == STEPS
         assert one[-1] < one[0]
@@ -638,8 +640,8 @@ def test_the_losses_are_those_of_ddp(
     ):
         (alone_told,) = succeeded(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
         figures = [alone_told.value]
-    assert found[0]["accuracy"] == figures[0]["accuracy"]
-    assert found[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
+    assert values[0]["accuracy"] == figures[0]["accuracy"]
+    assert values[0]["test_loss"] == pytest.approx(figures[0]["test_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("settings", [Parallel("fsdp"), Parallel(shard=2, tp=2)])
@@ -680,11 +682,11 @@ def levered(
             seen.append((kinds, types_since()))
         return seen
 
-    told = succeeded(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
-    losses = iter(mean_losses(told))
+    results = succeeded(run_ranks(4, replace(BASE, parallel=settings), each, folder / name))
+    losses = iter(mean_losses(results))
     return {
         lever: (list(islice(losses, LEVERS[lever].train.steps)), seen)
-        for lever, seen in zip(levers, told[-1].value, strict=True)  # a rank with the loss
+        for lever, seen in zip(levers, results[-1].value, strict=True)  # a rank with the loss
     }
 
 
@@ -708,13 +710,13 @@ def test_clip_accumulate_and_bf16_do_what_they_do_under_ddp(
     folder: Path, name: str, settings: Parallel
 ) -> None:
     wanted = levered(folder, "ddp-levers", Parallel(), ("clip", "unclipped", "bf16"))
-    found = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
-    assert found["clip"][0] == pytest.approx(wanted["clip"][0], abs=1e-6)
-    assert found["clip"][0][-1] > wanted["unclipped"][0][-1] + 0.01
-    for losses, (kinds, _) in (found["bf16"], wanted["bf16"]):
+    values = levered(folder, f"{name}-levers", settings, ("clip", "bf16"))
+    assert values["clip"][0] == pytest.approx(wanted["clip"][0], abs=1e-6)
+    assert values["clip"][0][-1] > wanted["unclipped"][0][-1] + 0.01
+    for losses, (kinds, _) in (values["bf16"], wanted["bf16"]):
         assert losses == pytest.approx(wanted["bf16"][0], abs=0.01)
         assert ("FeedForward", torch.bfloat16) in kinds
-    assert found["bf16"][1][1] == {torch.float32}  # what loss gets
+    assert values["bf16"][1][1] == {torch.float32}  # what loss gets
 
 
 def test_blocks_are_compiled_one_by_one_in_a_stage_too(folder: Path, tmp_path: Path) -> None:
@@ -728,10 +730,10 @@ def test_blocks_are_compiled_one_by_one_in_a_stage_too(folder: Path, tmp_path: P
     job = replace(
         BASE, parallel=Parallel("fsdp", pp=2), train=replace(BASE.train, steps=4, compile=True)
     )
-    told = succeeded(run_ranks(4, job, compiled, tmp_path))
-    assert all(one.value for one in told)
+    results = succeeded(run_ranks(4, job, compiled, tmp_path))
+    assert all(one.value for one in results)
     _, (_, wanted) = trained(folder, "ddp4", Parallel(), 4)
-    assert mean_losses(told) == pytest.approx(wanted[:4], abs=1e-5)
+    assert mean_losses(results) == pytest.approx(wanted[:4], abs=1e-5)
 
 
 PLAIN = """
@@ -873,10 +875,10 @@ def test_what_has_no_state_in_the_optimizer_goes_on_too(
     )
     at = {"RAYDIST_RESUME": str(tmp_path / "whole" / "checkpoints" / "step-00000008")}
     for name, ranks, settings in (("shards", 2, FSDP), ("alone", 1, Parallel())):
-        told = succeeded(
+        results = succeeded(
             run_ranks(ranks, replace(job, parallel=settings), train, tmp_path / name, at)
         )
-        assert mean_losses(told) == pytest.approx(whole[8:], abs=1e-5)
+        assert mean_losses(results) == pytest.approx(whole[8:], abs=1e-5)
 
 
 def test_a_state_in_shards_goes_on_under_another_division(folder: Path, tmp_path: Path) -> None:
@@ -900,10 +902,10 @@ def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path)
         ("fsdp", 2, Parallel("fsdp")),
     ):
         assert resumed(ranks, settings, at, tmp_path / name) == pytest.approx(whole[16:], abs=1e-5)
-    told = run_ranks(
+    results = run_ranks(
         2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)}
     )
-    assert all("this state does not fit the model" in one.error for one in told)
+    assert all("this state does not fit the model" in one.error for one in results)
 
 
 def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
@@ -938,7 +940,7 @@ def whole_blocks(model: GPT) -> list[int]:
 
 
 def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
-    def made(job: Job) -> Any:
+    def peaks(job: Job) -> Any:
         with torch.device("meta"):
             model = GPT(layers=3, width=32, heads=4, kv_heads=2, hidden=96)
         whole = whole_blocks(model)
@@ -948,7 +950,7 @@ def test_a_model_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
         return max(whole), values
 
     job = replace(BASE, parallel=Parallel("fsdp"), train=Train(steps=1), data=Data(global_batch=2))
-    one, two = succeeded(run_ranks(2, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path))
+    one, two = succeeded(run_ranks(2, replace(job, optim=Optim("sgd", 1e-9)), peaks, tmp_path))
     (most, values), (_, others) = one.value, two.value
     assert most == 1
     assert all(torch.equal(values[name], others[name]) for name in values)

@@ -180,16 +180,16 @@ def loses(lost: tuple[int, ...]) -> Any:
 def test_a_lost_part_comes_back_from_the_next_node(
     tmp_path: Path, lost: tuple[int, ...], begin: int
 ) -> None:
-    told = run_ranks(3, GLOO, loses(lost), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert [each.error for each in told] == [""] * 3
-    assert [each.value[:2] for each in told] == [(begin, True)] * 3
-    assert [len(each.kind("warning")) for each in told] == [
+    results = run_ranks(3, GLOO, loses(lost), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert [each.error for each in results] == [""] * 3
+    assert [each.value[:2] for each in results] == [(begin, True)] * 3
+    assert [len(each.kind("warning")) for each in results] == [
         0 if begin else 1,
         0,
         0,
     ]  # not all shards are left
     if begin:
-        assert all(4 in each.value[2] for each in told)
+        assert all(4 in each.value[2] for each in results)
 
 
 def until_the_end(steps: int = 30, strike: int = 0, wrong: int = 0) -> tuple[int, list[float]]:
@@ -263,8 +263,8 @@ def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
         [sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=250
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    values = told["struck"]
+    output = json.loads(ended.stdout.splitlines()[-1])
+    values = output["struck"]
     unbroken = run_ranks(4, GLOO, lambda job: until_the_end(), tmp_path)
     assert [each.error for each in unbroken] == [""] * 4
     # what was kept last when the node went: its own step, or the one after which it had told the
@@ -282,18 +282,18 @@ def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
     assert back["repeated"] <= 1
 
     # no node for the lost one: what the others have, its copies among it, is a checkpoint
-    assert "gave up after 2 s (scale.wait_s)" in told["stuck"]
+    assert "gave up after 2 s (scale.wait_s)" in output["stuck"]
     left = json.loads((tmp_path / "stuck" / "result.json").read_text())
-    (begin,) = {begin for begin, _ in told["resumed"]}
+    (begin,) = {begin for begin, _ in output["resumed"]}
     assert begin in (19, 20)
     assert Path(left["checkpoint"]).name == f"step-{begin:08d}"
     assert sorted(path.name for path in Path(left["checkpoint"]).iterdir()) == FILES
-    assert [weights for _, weights in told["resumed"]] == [each.value[1] for each in unbroken]
+    assert [weights for _, weights in output["resumed"]] == [each.value[1] for each in unbroken]
 
     # the two ranks that are left continue with what four had, from the memory of their node
     assert not (tmp_path / "fewer" / "checkpoints").exists()
-    assert len(told["fewer"]) == 2
-    (begin,) = {begin for begin, _ in told["fewer"]}
+    assert len(output["fewer"]) == 2
+    (begin,) = {begin for begin, _ in output["fewer"]}
     assert begin in (19, 20)
 
 
@@ -426,32 +426,32 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(
         "url": [parse_path(f"memory://bucket/{tmp_path.name}")] * 2,
         "apart": [tmp_path / "0", tmp_path / "1"],
     }
-    (first, second), told = folders[where], list[Any]()
+    (first, second), events = folders[where], list[Any]()
     nodes = [a_node(0, first, {4: 0.4, 5: 0.5}), a_node(1, second, {3: 1.3, 4: 1.4})]
-    launch_flush.flush(nodes, Checkpoint(keep=1), told.append)
+    launch_flush.flush(nodes, Checkpoint(keep=1), events.append)
     if where == "apart":
-        (warning,) = told
+        (warning,) = events
         assert (
             f"step 4 is not on the disk: host-0 does not see what host-1 wrote to {first}; set"
             in warning["text"]
         )
         assert [*first.glob("*"), *second.glob("*"), *first.glob(".*"), *second.glob(".*")] == []
         return
-    (saved,) = told
-    found = checkpoint_files.newest(first)
-    assert found is not None
-    assert (saved["kind"], saved["path"], found.step, found.sharded) == (
+    (saved,) = events
+    newest = checkpoint_files.newest(first)
+    assert newest is not None
+    assert (saved["kind"], saved["path"], newest.step, newest.sharded) == (
         "saved",
-        str(found.path),
+        str(newest.path),
         4,
         True,
     )
     loaded: dict[str, Any] = {"x0": torch.zeros(3), "x1": torch.zeros(3), "n": 0}
-    distributed_checkpoint.load_into(found.path, loaded)
+    distributed_checkpoint.load_into(newest.path, loaded)
     assert [round(float(loaded[name].sum()), 3) for name in ("x0", "x1")] == [1.2, 4.2]
     assert loaded["n"] == 7
-    launch_flush.flush(nodes, Checkpoint(keep=1), told.append)
-    assert told == [saved]  # it is there already
+    launch_flush.flush(nodes, Checkpoint(keep=1), events.append)
+    assert events == [saved]  # it is there already
 
 
 @pytest.mark.parametrize(("step", "whole"), [(4, True), (5, False)])
@@ -459,7 +459,7 @@ def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(
     tmp_path: Path, step: int, whole: bool
 ) -> None:
     """The ranks of a later attempt may have saved another one: the memories hold step 4."""
-    mine, told = memory(), list[Any]()
+    mine, events = memory(), list[Any]()
     state = {"x": torch.full((3,), 0.4)}
     part = distributed_checkpoint.RankPart(
         0, 1, state, distributed_checkpoint.RankPlanner(0).plan(state)
@@ -477,16 +477,16 @@ def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(
     description = launch_flush.Description(3, None, str(tmp_path), {"loss": 0.5}, {"epoch": 2})
     asked = WholeShards(step, 1, {0: (0,)})
     launch_flush.have_shards_written(
-        [launch_flush.FlushNode("host", ask)], asked, description, told.append
+        [launch_flush.FlushNode("host", ask)], asked, description, events.append
     )
-    found = checkpoint_files.newest(tmp_path)
-    assert (found is not None) == whole
-    assert found is None or (found.step, found.metrics, dict(found.reported)) == (
+    newest = checkpoint_files.newest(tmp_path)
+    assert (newest is not None) == whole
+    assert newest is None or (newest.step, newest.metrics, dict(newest.reported)) == (
         4,
         {"loss": 0.5},
         {"epoch": 2},
     )
-    assert [each["kind"] for each in told] == (["saved"] if whole else ["warning"] * 2)
+    assert [each["kind"] for each in events] == (["saved"] if whole else ["warning"] * 2)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -548,15 +548,17 @@ def fewer(job: Job) -> Any:
     here.sharded.rest()
     here.sharded, os.environ["TORCHELASTIC_RESTART_COUNT"] = None, "1"
     state = {"x": torch.zeros(4)}
-    found = sharded.load(state), state["x"].tolist()
+    loaded = sharded.load(state), state["x"].tolist()
     here.sharded, here.rank = None, context.Rank(me, 0, me, 3)
-    return *found, sharded.load(state), state["x"].tolist()
+    return *loaded, sharded.load(state), state["x"].tolist()
 
 
 def test_a_state_of_another_number_of_ranks_is_read_as_from_the_disk(tmp_path: Path) -> None:
-    told = run_ranks(2, GLOO, fewer, tmp_path)
-    assert [each.error for each in told] == ["", ""]
-    assert [each.value for each in told] == [(3, [each] * 4, 3, [0.0] * 4) for each in (0.0, 1.0)]
+    results = run_ranks(2, GLOO, fewer, tmp_path)
+    assert [each.error for each in results] == ["", ""]
+    assert [each.value for each in results] == [
+        (3, [each] * 4, 3, [0.0] * 4) for each in (0.0, 1.0)
+    ]
 
 
 def slow_network(job: Job) -> Any:
@@ -638,11 +640,11 @@ def lagging(job: Job) -> Any:
 def test_shards_of_a_device_that_lags_are_those_of_their_step_here_and_on_the_next_node(
     tmp_path: Path,
 ) -> None:
-    told = run_ranks(2, GLOO, lagging, tmp_path)
-    assert [each.error for each in told] == ["", ""]
+    results = run_ranks(2, GLOO, lagging, tmp_path)
+    assert [each.error for each in results] == ["", ""]
     # two slots take turns, as all ranks wait for each other; the copy of another rank's state never
     # meets the device
-    assert [each.value for each in told] == [
+    assert [each.value for each in results] == [
         (7, [70.0 + me] * 4, [71.0 - me] * 4, 2, 3) for me in range(2)
     ]
 

@@ -35,7 +35,7 @@ def offers(*steps: int, whole: bool = True) -> list[Offer]:
 
 
 @pytest.mark.parametrize(
-    ("told", "chosen"),
+    ("offers", "chosen"),
     [
         ([offers(5, 4), offers(5, 4, whole=False)], (5, 0)),
         ([offers(6, 5), offers(5, 4, whole=False)], (5, 0)),  # the other was not so far yet
@@ -48,9 +48,9 @@ def offers(*steps: int, whole: bool = True) -> list[Offer]:
     ],
 )
 def test_the_newest_state_that_will_do(
-    told: list[list[Offer]], chosen: tuple[int, int] | None
+    offers: list[list[Offer]], chosen: tuple[int, int] | None
 ) -> None:
-    assert choose_snapshot(told) == chosen
+    assert choose_snapshot(offers) == chosen
 
 
 def state(step: int, rank: int) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def find(holders: dict[int, tuple[int, ...]], nodes: int) -> Any:
 
 def test_every_rank_finds_the_same_step_and_its_own_part(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    told = run_ranks(2, GLOO, find({0: (3, 4), 1: (2, 3)}, nodes=2), tmp_path, env)
-    assert [each.error for each in told] == ["", ""]
-    assert [each.value for each in told] == [
+    results = run_ranks(2, GLOO, find({0: (3, 4), 1: (2, 3)}, nodes=2), tmp_path, env)
+    assert [each.error for each in results] == ["", ""]
+    assert [each.value for each in results] == [
         (3, [3 * i for i in range(1001)], [rank]) for rank in range(2)
     ]
 
@@ -98,9 +98,9 @@ def test_every_rank_finds_the_same_step_and_its_own_part(tmp_path: Path) -> None
 @pytest.mark.parametrize("holder", [0, 1])
 def test_a_new_node_gets_the_state_of_one_that_has_it(tmp_path: Path, holder: int) -> None:
     env = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    told = run_ranks(2, GLOO, find({holder: (3, 4)}, nodes=2), tmp_path, env)
-    assert [each.error for each in told] == ["", ""]
-    assert [each.value for each in told] == [(4, [4 * i for i in range(1001)], None)] * 2
+    results = run_ranks(2, GLOO, find({holder: (3, 4)}, nodes=2), tmp_path, env)
+    assert [each.error for each in results] == ["", ""]
+    assert [each.value for each in results] == [(4, [4 * i for i in range(1001)], None)] * 2
 
 
 @pytest.mark.parametrize(("kind", "same"), [("cuda", True), ("cpu", False)])
@@ -123,8 +123,8 @@ def test_a_rank_with_a_gpu_reads_the_memory_of_its_node_without_a_copy(
         memory.read(memory.steps[3], clone="none")["model"].fill_(-1)
         return bool((kept.state["model"] == -1).all())
 
-    (told,) = run_ranks(1, GLOO, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert (told.error, told.value) == ("", same)
+    (result,) = run_ranks(1, GLOO, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert (result.error, result.value) == ("", same)
 
 
 def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
@@ -137,15 +137,15 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
         """After so many steps, from this state on. A tensor on `meta` is on another device, as on a
         GPU."""
         comm, given = context.current().comm, torch.ones(2, 4, device=device)
-        made = Stepper(
+        stepper = Stepper(
             job, nn.Linear(4, 3), lambda output, _: output.sum(), comm, torch.device(device), 0.1
         )
-        made.plan(job.optim, Course(10))
+        stepper.plan(job.optim, Course(10))
         if kept is not None:
-            made.load(kept.state, kept.path)
+            stepper.load(kept.state, kept.path)
         for _ in range(steps):
-            made.step(iter([(given, given)]))
-        return made
+            stepper.step(iter([(given, given)]))
+        return stepper
 
     def adam_steps(state: Mapping[str, Any]) -> list[torch.Tensor]:
         return [each["step"] for each in state["optimizer"]["state"].values()]
@@ -160,14 +160,14 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
         here.memory = descriptor, descriptor
         context.Rank.device = property(lambda rank: torch.device("cuda"))  # type: ignore[assignment,method-assign]
         vars(snapshotter)["device_of"] = lambda device: HostDevice()
-        found = [Snapshotter(job, here.comm).find() for _ in range(2)]
-        states = [trained(job, 1, "meta", kept).state() for kept in found]
+        offered = [Snapshotter(job, here.comm).find() for _ in range(2)]
+        states = [trained(job, 1, "meta", kept).state() for kept in offered]
         slot = memory.read(memory.steps[5])
         return [[int(step) for step in adam_steps(each)] for each in (*states, slot)]
 
     settings = replace(GLOO, optim=Optim("adamw"))
-    (told,) = run_ranks(1, settings, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert (told.error, told.value) == ("", [[6, 6], [6, 6], [5, 5]])
+    (result,) = run_ranks(1, settings, job, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert (result.error, result.value) == ("", [[6, 6], [6, 6], [5, 5]])
 
 
 def on_new_node(room: int) -> Any:
@@ -216,17 +216,17 @@ def test_a_state_reaches_a_new_node_in_pieces_and_is_there_once(tmp_path: Path, 
     for node in range(2):
         (tmp_path / f"node-{node}").write_bytes(blank_page())
     env = {"TORCHELASTIC_RESTART_COUNT": "1"}
-    told = run_ranks(4, GLOO, partial(on_new_node(room), folder=tmp_path), tmp_path, env)
-    assert [each.error for each in told] == [""] * 4
+    results = run_ranks(4, GLOO, partial(on_new_node(room), folder=tmp_path), tmp_path, env)
+    assert [each.error for each in results] == [""] * 4
     expected = 4, [4 * i for i in range(1001)], None, 1000, True
-    assert [each.value for each in told] == [(*expected, [4])] * 2 + [(*expected, [])] * 2
+    assert [each.value for each in results] == [(*expected, [4])] * 2 + [(*expected, [])] * 2
 
 
 def test_a_first_attempt_looks_for_nothing(tmp_path: Path) -> None:
-    told = run_ranks(
+    results = run_ranks(
         2, GLOO, find({0: (3,), 1: (3,)}, nodes=2), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"}
     )
-    assert [each.value for each in told] == [None, None]
+    assert [each.value for each in results] == [None, None]
 
 
 def rhythm(every: int | None, pause: float) -> Any:
@@ -300,15 +300,15 @@ def scarce(last: int) -> Any:
 def test_without_memory_for_a_third_state_none_is_kept_while_one_gets_to_the_disk(
     tmp_path: Path,
 ) -> None:
-    (told,) = run_ranks(1, GLOO, scarce(2), tmp_path)
-    assert (told.error, told.kind("warning")) == ("", [])
-    assert told.value[0] == [1, 2, 3, 3, 3, 6, 7, 8]
+    (result,) = run_ranks(1, GLOO, scarce(2), tmp_path)
+    assert (result.error, result.kind("warning")) == ("", [])
+    assert result.value[0] == [1, 2, 3, 3, 3, 6, 7, 8]
 
 
 def test_without_memory_for_two_there_are_none_and_what_they_took_is_free(tmp_path: Path) -> None:
-    (told,) = run_ranks(1, GLOO, scarce(1), tmp_path)
-    assert (told.error, told.value) == ("", ([1, 0, 0, 0, 0, 0, 0, 0], PAGE))
-    (warning,) = told.kind("warning")
+    (result,) = run_ranks(1, GLOO, scarce(1), tmp_path)
+    assert (result.error, result.value) == ("", ([1, 0, 0, 0, 0, 0, 0, 0], PAGE))
+    (warning,) = result.kind("warning")
     assert "no more snapshots: a state takes" in warning["text"]
 
 

@@ -136,8 +136,8 @@ def hugging_face() -> Any:
 
 
 def streaming(shards: int, buffer: int = 0) -> Any:
-    found = hugging_face().to_iterable_dataset(num_shards=shards)
-    return found.shuffle(seed=3, buffer_size=buffer) if buffer else found
+    dataset = hugging_face().to_iterable_dataset(num_shards=shards)
+    return dataset.shuffle(seed=3, buffer_size=buffer) if buffer else dataset
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -166,17 +166,17 @@ def fit(job: Job, source: Any) -> tuple[list[float], list[list[int]]]:
     net, losses = Net(), list[float]()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        found = nn.functional.cross_entropy(output, target)
-        losses.append(found.item())
-        return found
+        value = nn.functional.cross_entropy(output, target)
+        losses.append(value.item())
+        return value
 
     raydist.fit(job, model=net, train=source, loss=loss)
     return losses, net.seen
 
 
-def note_warning(said: list[str], happened: Event) -> None:
+def note_warning(warnings: list[str], happened: Event) -> None:
     if happened["kind"] == "warning":
-        said.append(happened["text"])
+        warnings.append(happened["text"])
 
 
 def fit_all(
@@ -187,19 +187,19 @@ def fit_all(
         "fork", force=True
     )  # as in a rank; a child of tests.ranks has "forkserver"
     here, home, done = context.current(), context.rank().run_dir, {}
-    for name, made in ((name, SOURCES[name]) for name in names):
+    for name, make in ((name, SOURCES[name]) for name in names):
         here.rank = replace(here.rank, run_dir=home / name / str(step))
         here.newest = here.fits = 0  # each training is the first of its run
-        said: list[str] = []
-        here.emit = functools.partial(note_warning, said)
+        warnings: list[str] = []
+        here.emit = functools.partial(note_warning, warnings)
         os.environ["RAYDIST_RESUME"] = (
             str(home / name / "0" / "checkpoints" / f"step-{step:08d}") if step else ""
         )
         words = replace(
             job, data=replace(job.data, workers=int(name == "datasets streamed in 3 shards"))
         )
-        source = made()
-        done[name] = (*fit(words, source), said, getattr(source, "loads", 0))
+        source = make()
+        done[name] = (*fit(words, source), warnings, getattr(source, "loads", 0))
     return done
 
 
@@ -209,7 +209,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("sources")
     whole = succeeded(run_ranks(2, JOB, fit_all, folder))
     again = succeeded(run_ranks(2, JOB, functools.partial(fit_all, step=STOP), folder))
-    return [told.value for told in whole], [told.value for told in again]
+    return [result.value for result in whole], [result.value for result in again]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -230,7 +230,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_with_the_same_samples(
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_epoch_has_each_sample_once(name: str, trained: Any) -> None:
     for epoch in (0, 1):
-        parts = [told[name][1][8 * epoch : 8 * epoch + 8] for told in trained[0]]
+        parts = [result[name][1][8 * epoch : 8 * epoch + 8] for result in trained[0]]
         assert sorted(number for part in parts for step in part for number in step) == list(
             range(SIZE)
         )
@@ -276,7 +276,7 @@ def test_each_rank_of_a_model_in_shards_has_the_place_of_its_own_loader_in_memor
         run_ranks(2, job, lambda words: fit(words, OwnLoader()), tmp_path / "whole", path)
     )
     again = succeeded(run_ranks(2, job, struck, tmp_path / "struck", path))
-    assert [told.value for told in again] == [(*told.value, 1) for told in whole]
+    assert [result.value for result in again] == [(*result.value, 1) for result in whole]
 
 
 class Features(IterableDataset[Any]):
@@ -347,8 +347,10 @@ def test_a_stream_goes_on_with_another_number_of_ranks(world: int, tmp_path: Pat
     whole = succeeded(run_ranks(2, job, learn, tmp_path))
     again = succeeded(run_ranks(world, job, learn, tmp_path / "again", path))
     for step in range(STOP, STEPS):
-        before = sorted(number for told in whole for number in told.value[step])
-        assert before == sorted(number for told in again for number in told.value[1 + step - STOP])
+        before = sorted(number for result in whole for number in result.value[step])
+        assert before == sorted(
+            number for result in again for number in result.value[1 + step - STOP]
+        )
 
 
 def test_a_loader_begins_the_epoch_anew_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -357,13 +359,13 @@ def test_a_loader_begins_the_epoch_anew_with_another_number_of_ranks(tmp_path: P
 
     path = {"RAYDIST_RESUME": str(tmp_path / "checkpoints" / f"step-{STOP:08d}")}
     succeeded(run_ranks(2, JOB, learn, tmp_path))
-    (told,) = succeeded(run_ranks(1, JOB, learn, tmp_path / "again", path))
-    (text,) = [e["text"] for e in told.kind("warning") if "anew" in e["text"]]
+    (result,) = succeeded(run_ranks(1, JOB, learn, tmp_path / "again", path))
+    (text,) = [e["text"] for e in result.kind("warning") if "anew" in e["text"]]
     assert text.startswith(
         "train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 begins anew"
     )
-    assert sorted(number for step in told.value[1:] for number in step)[: 6 * 10] == sorted(
-        number for step in told.value[1:11] for number in step
+    assert sorted(number for step in result.value[1:] for number in step)[: 6 * 10] == sorted(
+        number for step in result.value[1:11] for number in step
     )
 
 
@@ -376,10 +378,10 @@ def test_ranks_that_end_at_different_steps_stop_together(accumulate: int, tmp_pa
     job = replace(JOB, train=Train(steps=8, accumulate=accumulate))
     first, second = succeeded(run_ranks(2, job, learn, tmp_path))
     each = 5 if accumulate == 1 else 4  # batches of an epoch
-    for told in (first, second):
-        epochs = [e["values"]["epoch"] for e in told.kind("report")]
+    for result in (first, second):
+        epochs = [e["values"]["epoch"] for e in result.kind("report")]
         assert epochs == [1 + step * accumulate // each for step in range(8)]
-        assert [step[0] for step in told.value] == [
+        assert [step[0] for step in result.value] == [
             step * 6 % (6 * each) for step in range(8 * accumulate)
         ]
     left = (
@@ -421,7 +423,7 @@ class Short(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("made", "job", "say"),
+    ("make", "job", "say"),
     [
         (
             Short,
@@ -444,10 +446,10 @@ class Short(IterableDataset[Any]):
         ),
     ],
 )
-def test_what_can_not_be_is_refused(made: Any, job: Job, say: str, tmp_path: Path) -> None:
-    for told in run_ranks(2, job, lambda words: fit(words, made()), tmp_path):
-        assert "ConfigError" in told.error
-        assert say in told.error
+def test_what_can_not_be_is_refused(make: Any, job: Job, say: str, tmp_path: Path) -> None:
+    for result in run_ranks(2, job, lambda words: fit(words, make()), tmp_path):
+        assert "ConfigError" in result.error
+        assert say in result.error
 
 
 class Odd(Placed):
@@ -511,10 +513,10 @@ def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(
 def test_when_a_wait_for_data_is_said(
     rows: list[tuple[float, float]], kind: str, workers: int, say: str
 ) -> None:
-    found = waits.finding(rows, kind, workers)
-    assert (found is not None) == bool(say)
-    if found:
-        rank, text = found
+    finding = waits.finding(rows, kind, workers)
+    assert (finding is not None) == bool(say)
+    if finding:
+        rank, text = finding
         assert text.startswith(say)
         assert rows[rank] == max(rows)
 
@@ -533,6 +535,6 @@ def test_the_rank_that_waits_for_data_is_named(tmp_path: Path) -> None:
         fit(job, Slow(*tensors()))
 
     first, second = succeeded(run_ranks(2, replace(JOB, train=Train(steps=40)), learn, tmp_path))
-    said = [e["text"] for e in second.kind("warning")]
-    assert [text.partition(" for")[0] for text in said] == ["rank 1 waits"]
+    texts = [e["text"] for e in second.kind("warning")]
+    assert [text.partition(" for")[0] for text in texts] == ["rank 1 waits"]
     assert first.kind("warning") == []

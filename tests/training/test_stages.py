@@ -116,7 +116,7 @@ def in_double_precision(scores: torch.Tensor, following: torch.Tensor) -> torch.
 
 
 def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
-    def asked(job: Job) -> Any:
+    def evaluate(job: Job) -> Any:
         torch.manual_seed(0)
         model = small()
         text = torch.arange(160).view(16, 10)
@@ -136,7 +136,7 @@ def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
         for each in run_ranks(
             ranks,
             replace(job, parallel=Parallel(name), data=Data(batch_size=batch)),
-            asked,
+            evaluate,
             tmp_path / name,
         )
     )
@@ -149,7 +149,7 @@ def test_after_fit_the_model_answers_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_stage_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
-    def made(job: Job) -> Any:
+    def build(job: Job) -> Any:
         with torch.device("meta"):
             model = small()
         whole = whole_blocks(model)
@@ -170,10 +170,10 @@ def test_a_stage_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
         train=Train(steps=1),
         parallel=Parallel("fsdp", pp=2),
     )
-    told = run_ranks(4, replace(job, optim=Optim("sgd", 1e-9)), made, tmp_path)
-    assert [one.error for one in told] == [""] * 4
+    results = run_ranks(4, replace(job, optim=Optim("sgd", 1e-9)), build, tmp_path)
+    assert [one.error for one in results] == [""] * 4
     (first, begin, held, output), (_, same, _, _), (second, end, beside, _), _ = (
-        one.value for one in told
+        one.value for one in results
     )
     assert [first, second] == [[1], [1, 1]]
     assert (held, beside) == (set(), set())  # nothing but the stage is on this rank

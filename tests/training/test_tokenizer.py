@@ -29,8 +29,8 @@ OTHER = b"class Other:\n    pass\n" * 200
 def encoded(text: bytes, size: int = 400) -> Any:
     def call(job: Job) -> Any:
         pairs = tokenizer.byte_pairs(text, size)
-        found = tokenizer.encode_together(pairs, TEXT)
-        return pairs.vocabulary, found.tolist(), pairs.decode(found.tolist())
+        tokens = tokenizer.encode_together(pairs, TEXT)
+        return pairs.vocabulary, tokens.tolist(), pairs.decode(tokens.tolist())
 
     return call
 
@@ -38,7 +38,7 @@ def encoded(text: bytes, size: int = 400) -> Any:
 def test_ranks_share_a_vocabulary_and_any_bytes_come_back(tmp_path: Path) -> None:
     two = run_ranks(2, JOB, encoded(TEXT), tmp_path / "run")
     (one,) = run_ranks(1, JOB, encoded(TEXT), tmp_path / "alone")
-    assert [told.error for told in (*two, one)] == [""] * 3
+    assert [result.error for result in (*two, one)] == [""] * 3
     assert (
         two[0].value == two[1].value == one.value
     )  # also of another number of ranks, trained anew
@@ -54,7 +54,7 @@ def test_a_run_that_continues_keeps_its_vocabulary(tmp_path: Path) -> None:
     (first,) = run_ranks(1, JOB, encoded(TEXT), tmp_path / "first")
     saved = str(tmp_path / "first" / "checkpoints" / "step-00000010")
     resumed = run_ranks(2, JOB, encoded(OTHER), tmp_path / "second", {"RAYDIST_RESUME": saved})
-    assert [told.value for told in resumed] == [first.value] * 2
+    assert [result.value for result in resumed] == [first.value] * 2
     (restarted,) = run_ranks(
         1, JOB, encoded(OTHER), tmp_path / "second", {"TORCHELASTIC_RESTART_COUNT": "1"}
     )

@@ -28,11 +28,11 @@ def written(folder: Path) -> list[Path]:
 
 def test_sequences_follow_each_other_and_never_cross_files(tmp_path: Path) -> None:
     written(tmp_path)
-    found = TokenFiles(tmp_path, 4)
+    sequences = TokenFiles(tmp_path, 4)
     begins = [0, 4, 8, 12, 17, 21, 25, 30, 34]
-    assert len(found) == len(begins)
+    assert len(sequences) == len(begins)
     for (tokens, target), begin in zip(
-        (found[index] for index in range(len(found))), begins, strict=True
+        (sequences[index] for index in range(len(sequences))), begins, strict=True
     ):
         assert tokens.tolist() == list(range(begin, begin + 4))
         assert target.tolist() == list(range(begin + 1, begin + 5))
@@ -43,13 +43,13 @@ def test_files_are_taken_in_the_given_order_and_pickled_without_their_tokens(
     tmp_path: Path,
 ) -> None:
     files = written(tmp_path)
-    found = TokenFiles([files[2], files[0]], 5)
-    assert [found[index][0][0].item() for index in range(len(found))] == [30, 35, 0, 5, 10]
-    packed = pickle.dumps(found)
+    sequences = TokenFiles([files[2], files[0]], 5)
+    assert [sequences[index][0][0].item() for index in range(len(sequences))] == [30, 35, 0, 5, 10]
+    packed = pickle.dumps(sequences)
     assert len(packed) < 1000
-    assert pickle.loads(packed)[1][1].tolist() == found[1][1].tolist()
+    assert pickle.loads(packed)[1][1].tolist() == sequences[1][1].tolist()
     with pytest.raises(IndexError, match="sequence 5 of 5"):
-        found[5]
+        sequences[5]
 
 
 def test_the_whole_range_of_uint32(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_whole_range_of_uint32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "length", "dtype", "say"),
+    ("make", "length", "dtype", "say"),
     [
         (lambda folder: folder / "none", 4, "uint16", "not found on this node"),
         (
@@ -81,9 +81,9 @@ def test_the_whole_range_of_uint32(tmp_path: Path) -> None:
     ],
 )
 def test_what_holds_no_tokens_is_refused(
-    made: Any, length: int, dtype: str, say: str, tmp_path: Path
+    make: Any, length: int, dtype: str, say: str, tmp_path: Path
 ) -> None:
     written(tmp_path)
     np.save(tmp_path / "two.npy", np.zeros((2, 2)))
     with pytest.raises(ConfigError, match=say):
-        TokenFiles(made(tmp_path), length, dtype)
+        TokenFiles(make(tmp_path), length, dtype)

@@ -36,10 +36,10 @@ def write_run(folder: Path, steps: int = STEPS, ranks: int = 2) -> Path:
     (folder / "logs").mkdir(parents=True)
     slots = [{"rank": rank, "host": "h", "ip": "10.0.0.1", "node": "n"} for rank in range(ranks)]
     plan = event("plan", backend="gloo", world_size=ranks, slots=slots)
-    begun = [event("run", name="mine", dir="x", target="x", pages=0), plan]
+    events = [event("run", name="mine", dir="x", target="x", pages=0), plan]
     saved = json.dumps(event("saved", rank=0, step=steps, path="x", s=0.1)) + "\n"
     lines = (
-        [json.dumps(each) + "\n" for each in begun]
+        [json.dumps(each) + "\n" for each in events]
         + [report(step) for step in range(1, steps + 1)]
         + [saved]
     )
@@ -114,7 +114,7 @@ def test_a_stream_that_broke_is_opened_again(
             await until(lambda: run.model.progress.step == STEPS + 1, run.catch_up)
 
         in_time(look())
-        assert dashboard.asked["stream events.jsonl"] == 2
+        assert dashboard.requests["stream events.jsonl"] == 2
     assert (copies.folder / "events.jsonl").read_bytes() == (folder / "events.jsonl").read_bytes()
     assert list(run.model.curves["loss"].steps) == [*range(1, STEPS + 2)]
 
@@ -142,7 +142,7 @@ def test_a_search_opens_no_stream(tmp_path: Path) -> None:
 
         with open_port() as sock:
             in_time(serve())
-        assert dashboard.asked == {
+        assert dashboard.requests == {
             "stream events.jsonl": 1,
             **{f"file logs/rank-{rank}.log": 1 for rank in range(ranks)},
         }

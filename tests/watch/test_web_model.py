@@ -344,11 +344,11 @@ def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
 def test_files_from_elsewhere_come_when_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there, asked = write(tmp_path / "store/run", RUN), []
+    there, calls = write(tmp_path / "store/run", RUN), []
     read_stored, late = stored(there), asyncio.Event()
 
     async def reader(name: str, follow: bool) -> AsyncIterator[bytes]:
-        asked.append(name)
+        calls.append(name)
         async for block in read_stored(name, follow):
             yield block
         if name == EVENTS:  # a job that continues
@@ -376,4 +376,4 @@ def test_files_from_elsewhere_come_when_they_are_read(
         assert [line for _, _, line in run.search("LATE")] == ["it is late"]
 
     asyncio.run(asyncio.wait_for(look(), 20))
-    assert asked.count(EVENTS) == 1
+    assert calls.count(EVENTS) == 1

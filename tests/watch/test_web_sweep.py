@@ -60,7 +60,7 @@ def test_the_best_is_first_and_what_has_no_value_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "values", "axis"),
+    ("text", "values", "axis"),
     [
         ("mlp,cnn", ["mlp", "cnn"], Axis("x", "choice", ["mlp", "cnn"])),
         ("64,8,16", ["64", "8", "16"], Axis("x", "choice", ["8", "16", "64"])),
@@ -72,9 +72,9 @@ def test_the_best_is_first_and_what_has_no_value_last(tmp_path: Path) -> None:
         ("range(1,20)", [str(n) for n in range(1, 20)], Axis("x", "linear", [1.0, 19.0])),
     ],
 )
-def test_the_axis_of_a_setting(typed: str, values: list[str], axis: Axis) -> None:
+def test_the_axis_of_a_setting(text: str, values: list[str], axis: Axis) -> None:
     trials = [record(n, "finished", {}, x=value) for n, value in enumerate(values)]
-    summary = {"space": {"x": typed}, "objectives": [{"name": "loss", "direction": "minimize"}], "best": [],
+    summary = {"space": {"x": text}, "objectives": [{"name": "loss", "direction": "minimize"}], "best": [],
                "trials": trials}  # fmt: skip
     assert list(axes(trials_shown(summary), summary)) == [axis]
     trials[0]["values"] = {"loss": 2}
@@ -124,8 +124,10 @@ def test_a_page_gets_the_curves_of_one_name_and_again_only_those_that_changed(
     assert news(viewer)["trials"] == {1: ([1, 2, 4], [1.0, 0.5, 0.25])}
     say(tmp_path / "s/2", 2)  # a step again, after a restart: as many points as before
     assert news(viewer)["trials"].keys() == {2}
-    share, found = asyncio.run(SweepViewer(sweep, "accuracy").news(section(sweep)["trials"], -1.0))
-    assert (share, found["name"], found["trials"].keys()) == (
+    share, changed = asyncio.run(
+        SweepViewer(sweep, "accuracy").news(section(sweep)["trials"], -1.0)
+    )
+    assert (share, changed["name"], changed["trials"].keys()) == (
         0,
         "accuracy",
         {0, 1, 2},
@@ -141,9 +143,9 @@ def say(folder: Path, *steps: int) -> None:
 
 def news(viewer: SweepViewer) -> Any:
     """What a page is sent once all trials are read."""
-    share, found = asyncio.run(viewer.news(section(viewer.sweep)["trials"], 60.0))
+    share, changed = asyncio.run(viewer.news(section(viewer.sweep)["trials"], 60.0))
     assert share == 1
-    return found
+    return changed
 
 
 def test_a_sweep_is_one_line_of_the_list_and_a_list_of_its_trials(tmp_path: Path) -> None:

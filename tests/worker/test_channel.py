@@ -31,15 +31,15 @@ class Line:
         self.channel = Channel(its, descriptor)
 
     def receive(self) -> Event:
-        made: Event = json.loads(self.lines.readline())
-        return made
+        message: Event = json.loads(self.lines.readline())
+        return message
 
 
 @pytest.fixture
 def line(tmp_path: Path) -> Iterator[Line]:
-    made = Line(tmp_path)
-    yield made
-    made.channel.shut()
+    result = Line(tmp_path)
+    yield result
+    result.channel.shut()
 
 
 def test_the_heartbeat_page_is_empty_before_the_first_beat(line: Line) -> None:

@@ -19,17 +19,17 @@ from raydist.worker.heartbeat import PHASES
 
 
 @pytest.fixture
-def told() -> Iterator[list[Event]]:
+def events() -> Iterator[list[Event]]:
     """A context of rank 1 whose events land in a list."""
-    seen: list[Event] = []
+    events: list[Event] = []
     beats: list[tuple[int, int]] = []
     here = Context(
-        Rank(rank=1, world_size=2), emit=seen.append, beat=lambda *beat: beats.append(beat)
+        Rank(rank=1, world_size=2), emit=events.append, beat=lambda *beat: beats.append(beat)
     )
     context.enter(here)
     seen_beats = beats
     here.beats = seen_beats  # type: ignore[attr-defined]
-    yield seen
+    yield events
     context.enter(None)
 
 
@@ -41,8 +41,8 @@ def test_a_rank_is_read_from_torchruns_variables() -> None:
         "WORLD_SIZE": "8",
         "LOCAL_WORLD_SIZE": "2",
     }
-    found = Rank.from_env({**env, "RAYDIST_RUN_DIR": "/runs/x"})
-    assert found == Rank(5, 1, 2, 8, 2, Path("/runs/x"))
+    rank = Rank.from_env({**env, "RAYDIST_RUN_DIR": "/runs/x"})
+    assert rank == Rank(5, 1, 2, 8, 2, Path("/runs/x"))
 
 
 def test_without_variables_it_is_rank_0_of_1() -> None:
@@ -80,9 +80,9 @@ def test_the_device_is_that_of_the_local_rank_as_torch_takes_it(
     assert Rank(local_rank=local_rank, local_world_size=ranks).device == torch.device("cuda", index)
 
 
-def test_report_emits_step_and_values_and_reads_tensors(told: list[Event]) -> None:
+def test_report_emits_step_and_values_and_reads_tensors(events: list[Event]) -> None:
     raydist.report(step=7, loss=torch.tensor(0.5), note="x")
-    (happened,) = told
+    (happened,) = events
     assert (happened["kind"], happened["rank"], happened["step"]) == ("report", 1, 7)
     assert happened["values"] == {"loss": 0.5, "note": "x"}
     assert context.current().step == 7
@@ -90,9 +90,9 @@ def test_report_emits_step_and_values_and_reads_tensors(told: list[Event]) -> No
 
 
 @pytest.mark.parametrize("step", [3, np.int64(3), torch.tensor(3), np.array(3)])
-def test_a_step_may_be_any_integer(told: list[Event], step: Any) -> None:
+def test_a_step_may_be_any_integer(events: list[Event], step: Any) -> None:
     raydist.report(step=step, loss=1.0)
-    assert json.loads(json.dumps(told))[0]["step"] == 3
+    assert json.loads(json.dumps(events))[0]["step"] == 3
 
 
 @pytest.mark.parametrize(
@@ -107,16 +107,16 @@ def test_a_step_may_be_any_integer(told: list[Event], step: Any) -> None:
     ],
 )
 def test_a_step_that_is_no_count_is_refused_where_it_is_reported(
-    told: list[Event], step: Any, error: type[Exception], says: str
+    events: list[Event], step: Any, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         raydist.report(step=step, loss=1.0)
-    assert told == []
+    assert events == []
 
 
-def test_an_integer_that_no_float_holds_is_reported_as_infinite(told: list[Event]) -> None:
+def test_an_integer_that_no_float_holds_is_reported_as_infinite(events: list[Event]) -> None:
     raydist.report(step=1, huge=10**400, low=-(10**400), large=2**70, yes=True)
-    assert told[0]["values"] == {"huge": math.inf, "low": -math.inf, "large": 2**70, "yes": True}
+    assert events[0]["values"] == {"huge": math.inf, "low": -math.inf, "large": 2**70, "yes": True}
 
 
 def test_a_loop_that_counts_its_steps_anew_is_told_once() -> None:
@@ -129,14 +129,14 @@ def test_a_loop_that_counts_its_steps_anew_is_told_once() -> None:
     assert "step 1 was reported after step 3" in warned["text"]
 
 
-def test_report_without_a_step_keeps_the_step(told: list[Event]) -> None:
+def test_report_without_a_step_keeps_the_step(events: list[Event]) -> None:
     raydist.report(step=7)
     raydist.report(accuracy=0.9)
-    assert "step" not in told[-1]
+    assert "step" not in events[-1]
     assert context.current().step == 7
 
 
-def test_phase_beats_with_the_step_of_the_last_report(told: list[Event]) -> None:
+def test_phase_beats_with_the_step_of_the_last_report(events: list[Event]) -> None:
     raydist.report(step=3)
     context.phase("backward")
     assert context.current().beats[-1] == (3, PHASES.index("backward"))  # type: ignore[attr-defined]

@@ -103,9 +103,9 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
         comm().sum(torch.ones(1))
 
     began = time.monotonic()
-    told = run_ranks(2, GLOO, fail, tmp_path)
-    assert "first cause" in told[0].error
-    assert "RuntimeError" in told[1].error  # its peer is gone
+    results = run_ranks(2, GLOO, fail, tmp_path)
+    assert "first cause" in results[0].error
+    assert "RuntimeError" in results[1].error  # its peer is gone
     assert time.monotonic() - began < GLOO.backend.timeout_s
 
 
@@ -116,8 +116,10 @@ def test_the_timeout_is_the_settings(tmp_path: Path) -> None:
         else:
             time.sleep(2)
 
-    told = run_ranks(2, replace(GLOO, backend=Backend(name="gloo", timeout_s=0.5)), wait, tmp_path)
-    assert "500ms" in told[0].error
+    results = run_ranks(
+        2, replace(GLOO, backend=Backend(name="gloo", timeout_s=0.5)), wait, tmp_path
+    )
+    assert "500ms" in results[0].error
 
 
 def test_sum_and_gather_leave_what_they_were_given(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ print(json.dumps([notes, full[: full.index(17)], frozen, before[:2] == gc.get_th
 """
 
 
-def told() -> Any:
+def run_loop() -> Any:
     done = subprocess.run([sys.executable, "-c", LOOP], check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 
 
 def test_collections_are_made_at_the_steps_and_pauses_are_a_share() -> None:
-    notes, full, frozen, young, enabled = told()
+    notes, full, frozen, young, enabled = run_loop()
     assert [at for at in full if at] == [3, 10]
     assert frozen > 200_000  # so that a later collection does not look at them
     assert young  # the young are collected as ever

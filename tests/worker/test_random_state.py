@@ -121,11 +121,11 @@ def test_another_process_draws_the_same() -> None:
         "from raydist.worker.random_state import *; seed_everything(4); "
         "print(random.random(), np.random.rand(), torch.rand(()).item())"
     )
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=True
     ).stdout.split()
     random_state.seed_everything(4)
-    assert [float(word) for word in told] == [
+    assert [float(word) for word in output] == [
         random.random(),
         np.random.rand(),
         torch.rand(()).item(),

@@ -54,11 +54,11 @@ def test_the_function_is_called_with_the_settings_and_its_value_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["job.py", "seed=4", "job.args.size=5"])
-    told = raydist.main(facts)
-    assert (told["size"], told["seed"], told["resume"]) == (5, 4, "")
-    assert told["target"] == f"{__file__}:facts"
-    assert told["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
-    assert told["folder"].is_relative_to(tmp_path / "runs")
+    value = raydist.main(facts)
+    assert (value["size"], value["seed"], value["resume"]) == (5, 4, "")
+    assert value["target"] == f"{__file__}:facts"
+    assert value["backend"] == ("nccl" if torch.cuda.is_available() else "gloo")
+    assert value["folder"].is_relative_to(tmp_path / "runs")
     assert "RAYDIST_RESUME" not in os.environ
     assert context.current().comm is None
 
@@ -76,13 +76,13 @@ def test_all_ranks_have_the_run_folder_of_rank_0(tmp_path: Path) -> None:
         mine = replace(job, dir=f"/runs/gefüllt/of rank {raydist.rank().rank}")
         return standalone.rank0_folder(mine, context.current().comm)
 
-    told = run_ranks(2, Job(backend=Backend(name="gloo")), folder, tmp_path)
-    assert [one.value for one in told] == [Path("/runs/gefüllt/of rank 0")] * 2, told[0].error
+    results = run_ranks(2, Job(backend=Backend(name="gloo")), folder, tmp_path)
+    assert [one.value for one in results] == [Path("/runs/gefüllt/of rank 0")] * 2, results[0].error
 
 
 def save_one(config: Job) -> int:
-    found = checkpoint.latest()
-    step = 1 if found is None else found.step + 1
+    latest = checkpoint.latest()
+    step = 1 if latest is None else latest.step + 1
     checkpoint.save(step, {"step": step})
     return step
 

@@ -56,10 +56,10 @@ def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
         "from . import near\nraise SystemExit\ndef job():\n    import inside\n"
     )
     assert preload.imported_modules(file.read_text()) == ["os", "json", "sklearn.datasets"]
-    found = preload.modules(f"{file}:job", "gloo")
-    assert found[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
-    assert "sklearn.datasets" in found
-    assert "raydist.training.loop" not in found
+    modules = preload.modules(f"{file}:job", "gloo")
+    assert modules[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
+    assert "sklearn.datasets" in modules
+    assert "raydist.training.loop" not in modules
 
 
 def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:

@@ -53,16 +53,16 @@ def read_each_torch(job: Job) -> dict[str, Any]:
     def one_instance(includeCollectives: bool, onlyActive: bool) -> bytes:
         return recorded
 
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def read(torch_of: str, **functions: Any) -> None:
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
             setattr(c10d, name, functions.get(name))
         entries = torch_private.flight_recorder("nccl")
-        found[torch_of] = entries and [
+        result[torch_of] = entries and [
             (each["profiling_name"], each["input_sizes"]) for each in entries
         ]
-        found[torch_of + ", gloo"] = len(torch_private.flight_recorder("gloo") or [])
+        result[torch_of + ", gloo"] = len(torch_private.flight_recorder("gloo") or [])
 
     read("2.14", _dump_fr_trace_json=one_instance, _dump_nccl_trace_json=legacy)
     read("without NCCL", _dump_fr_trace_json=one_instance)
@@ -76,30 +76,32 @@ def read_each_torch(job: Job) -> dict[str, Any]:
             return under(backend) if backend in ("gloo", own) else b"{}"
 
         read(instance, _dump_fr_trace_json=several, _dump_nccl_trace_json=lambda **_: b"{}")
-    return found
+    return result
 
 
 def test_every_instance_of_the_recorder_is_read(tmp_path: Path) -> None:
     """torch 2.15's NCCL records elsewhere than 2.14's, and an older torch has no names for its
     instances."""
-    (told,) = run_ranks(1, GLOO, read_each_torch, tmp_path, {"TORCH_FR_BUFFER_SIZE": "2000"})
-    assert told.error == ""
-    found = told.value
+    (result,) = run_ranks(1, GLOO, read_each_torch, tmp_path, {"TORCH_FR_BUFFER_SIZE": "2000"})
+    assert result.error == ""
+    recorders = result.value
     for torch_of, prefix in (("2.14", "nccl"), ("nccl2", "nccl2"), ("nccl-lazy", "nccl-lazy")):
         reduced = [
-            (name, sizes) for name, sizes in found[torch_of] if name == f"{prefix}:all_reduce"
+            (name, sizes) for name, sizes in recorders[torch_of] if name == f"{prefix}:all_reduce"
         ]
         assert reduced[-2:] == [(f"{prefix}:all_reduce", [[3]]), (f"{prefix}:all_reduce", [[4]])]
-        assert found[f"{torch_of}, gloo"] >= 2
-    assert found["without NCCL"] is None
-    assert found["without NCCL, gloo"] >= 2
+        assert recorders[f"{torch_of}, gloo"] >= 2
+    assert recorders["without NCCL"] is None
+    assert recorders["without NCCL, gloo"] >= 2
 
 
 def test_the_recorder_has_what_a_hang_report_reads(tmp_path: Path) -> None:
     # torch 2.8 records only with the variable that network/variables.py plans for it
-    for told in run_ranks(2, GLOO, reduce_three_times, tmp_path, {"TORCH_FR_BUFFER_SIZE": "2000"}):
-        assert told.error == ""
-        entries, lacks = told.value
+    for result in run_ranks(
+        2, GLOO, reduce_three_times, tmp_path, {"TORCH_FR_BUFFER_SIZE": "2000"}
+    ):
+        assert result.error == ""
+        entries, lacks = result.value
         assert lacks == ""
         newest = entries[-1]
         assert set(newest) == set(Collective.__annotations__)
@@ -108,16 +110,16 @@ def test_the_recorder_has_what_a_hang_report_reads(tmp_path: Path) -> None:
 
 
 def test_a_torch_without_a_recorder_is_named(tmp_path: Path) -> None:
-    for told in run_ranks(2, GLOO, without_recorder, tmp_path):
-        assert told.error == ""
-        entries, lacks = told.value
+    for result in run_ranks(2, GLOO, without_recorder, tmp_path):
+        assert result.error == ""
+        entries, lacks = result.value
         assert entries == []
         assert "keeps no record of gloo's collectives" in lacks
 
 
-@pytest.mark.parametrize(("rank", "said"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
 def test_rank_0_warns_once_of_a_missing_recorder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, said: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, count: int
 ) -> None:
     def broken() -> Any:
         raise TypeError("_dump_fr_trace_json() got an unexpected keyword argument")
@@ -131,7 +133,7 @@ def test_rank_0_warns_once_of_a_missing_recorder(
     try:
         for _ in range(2):
             line.socket.sendall(encode(TellActivity()) + b"\n")
-        received = [line.receive() for _ in range(2 + said)]
+        received = [line.receive() for _ in range(2 + count)]
     finally:
         context.enter(None)
         line.channel.shut()
@@ -141,5 +143,5 @@ def test_rank_0_warns_once_of_a_missing_recorder(
         [],
     ]
     warnings = [each["text"] for each in received if each.get("kind") == "warning"]
-    assert len(warnings) == said
+    assert len(warnings) == count
     assert all("TypeError: _dump_fr_trace_json()" in text for text in warnings)
