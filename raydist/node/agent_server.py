@@ -207,7 +207,9 @@ class AgentServer:
                 | CommitShards()
                 | DropShards() as request
             ):
-                if self.memories[agent].wants_writer(request):
+                # Without a writer the agent's reply is empty: its descriptor is closed.
+                memories = self.memories.get(agent)  # none before its first rank
+                if memories is not None and memories.wants_writer(request):
                     self.fork_writer(agent, request, *fds)
             case GetNewestState(run):
                 held = [

@@ -39,6 +39,7 @@ from raydist.messages.server import (
     Warm,
     WriteCheckpoint,
 )
+from raydist.messages.shards import CommitShards, DropShards, ListShards
 from raydist.messages.wire import PACKET, decode, encode, numbered, split_number
 from raydist.node import kept_server
 from raydist.node.fork_client import ForkClient
@@ -566,6 +567,31 @@ def test_what_the_server_cannot_do_is_answered_and_ends_nothing(warm: Node) -> N
     assert other.fork(lambda: 7)
     assert other.receive(Ended).code == 0
     assert other.value() == 7
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        WriteCheckpoint(),
+        ListShards(),
+        CommitShards(1, "mark", 1, {}, 1, None),
+        DropShards(1, "mark"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_agent_that_has_forked_no_rank_has_nothing_to_write(
+    warm: Node, sent: ServerMessage
+) -> None:
+    """It ended the server, and with it the ranks of all other agents."""
+    line = warm.dial()
+    ours, its = socket.socketpair()
+    with ours:
+        line.send(sent, (its.fileno(),))
+        its.close()
+        assert ours.recv(PACKET) == b""
+    line.imported()
+    assert line.fork(lambda: 7)
+    assert line.receive(Ended).code == 0
 
 
 def test_ranks_are_ended_while_the_file_server_hangs(
