@@ -16,6 +16,7 @@ import pytest
 
 import raydist
 from tests.conftest import ROOT
+from tests.test_structure import PACKAGES
 
 README = (ROOT / "README.md").read_text()
 PAGES = [
@@ -117,7 +118,7 @@ def test_a_name_that_is_not_public_is_found() -> None:
 
 
 NAMED = (
-    r"(?<![\w/.])((?:[\w-]+/)+[\w-]+\.py|(?:run|train)\.py)(?:: ((?:\w+\(\)|[A-Z]\w*)(?:, "
+    r"(?<![\w/.])((?:[\w-]+/)+[\w-]+\.py|(?:flow|train)\.py)(?:: ((?:\w+\(\)|[A-Z]\w*)(?:, "
     r"(?:\w+\(\)|[A-Z]\w*))*))?"
 )
 """A file, and after a colon what is in it: `settings/compose.py: load(), Loader`."""
@@ -143,6 +144,13 @@ def test_the_files_and_functions_that_it_names_are_there(page: Path) -> None:
         assert path is not None, f"{page.name} names {file}"
         for name in re.findall(r"(\w+)(?:\(\))?", names):
             assert name in defined(path), f"{page.name} names {name} in {file}"
+
+
+def test_the_architecture_lists_the_packages_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, section = page.partition("## What may import what\n")
+    (block,) = re.findall(r"\A\n((?: {4}.*\n)+)", section)
+    assert block.split() == PACKAGES.split()[:-1]
 
 
 def test_the_readme_fits_one_visit() -> None:
