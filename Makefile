@@ -1,15 +1,15 @@
-# Two commands are enough: `make train` and `make test`. Each makes the virtual environment it needs.
+# Two commands are enough: `make train` and `make test`. Each creates the virtual environment that it needs.
 PYTHON ?= python3
-# `make test TORCH=2.15.0` (train, fast, horovod too) has that torch, and what matches it, in a virtual environment of its own.
+# `make test TORCH=2.15.0` (train, fast, horovod too) uses that torch, and what matches it, in a separate virtual environment.
 TORCH  ?=
-# Neither Ray nor Open MPI quotes its own path. Below a path with a space the environments are elsewhere, and .venv is a link.
+# Neither Ray nor Open MPI quotes its own path. If this path has a space, the environments are elsewhere, and .venv is a link.
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache))
 SUM     = $(firstword $(shell pwd | cksum))
 AWAY   := $(if $(word 2,$(CURDIR)),$(if $(filter 1,$(words $(CACHE))),$(CACHE)/raydist/$(SUM),/tmp/raydist-$(shell id -u)-$(SUM)))
 VENV   ?= $(AWAY:%=%/).venv$(if $(TORCH),-torch-$(TORCH))
-# The tests of two files run side by side: most of their time they wait. JOBS=0: one after another.
+# Two test files run at a time: most of their time they wait. JOBS=0: one after another.
 JOBS   ?= 2
-# A file of versions that is used in place of a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
+# A file of versions that replaces a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
 PINS   ?= $(if $(TORCH),$(VENV).txt)
 BIN    := $(VENV)/bin
 OLDEST  = $(if $(filter file,$(origin PYTHON)),$(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON)),$(PYTHON))
@@ -21,7 +21,7 @@ PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --qu
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-# While pip is at work there is .begun and no .installed: an install that ended half-way is done again, from nothing.
+# While pip works, .begun exists and .installed does not: an interrupted install is repeated from the beginning.
 ifneq ($(AWAY),)
 $(AWAY):
 	@echo "Ray can't be started from a path with a space, as $(CURDIR): the packages go to $@"
@@ -48,7 +48,7 @@ train: $(VENV)/.installed  ## install, then train the main job on this machine: 
 
 test: MARKS = -m "not slow"
 test test-all: lint types
-	$(RUN) raydist.tools.horovod build || [ $$? = 2 ]  # 2: it has said what this machine lacks, and its tests are skipped
+	$(RUN) raydist.tools.horovod build || [ $$? = 2 ]  # 2: it has printed what this machine lacks, and its tests are skipped
 	$(RUN) pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(MARKS)
 
 test:  ## install, lint, types, the tests that are not marked slow
@@ -64,7 +64,7 @@ types: $(VENV)/.tested  ## mypy, strict
 fast: $(VENV)/.tested  ## the tests that need neither Ray nor root
 	$(RUN) pytest -m "not ray and not root"
 
-lowest:  ## the main job and the fast tests with the lowest versions that pyproject.toml admits, on Python 3.10 where it is
+lowest:  ## the main job and the fast tests with the lowest versions that pyproject.toml admits, on Python 3.10 if it exists
 	$(MAKE) train fast VENV=$(AWAY:%=%/).venv-lowest PINS=tests/lowest.txt TORCH= PYTHON="$(OLDEST)"
 
 docs: $(VENV)/.installed  ## the documentation as a site, in build/site; a broken link is an error

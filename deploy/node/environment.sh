@@ -1,15 +1,15 @@
 # shellcheck shell=bash
-# `. environment.sh && ray start … $here`: the limits and variables of a training node. Values that the machine has set stay.
-# `… && follow` on all but the head.
+# `. environment.sh && ray start … $here`: the limits and variables of a training node. It keeps values that the machine has set.
+# `… && follow` on all nodes except the head.
 
 export PATH="$HOME/.raydist/env/bin:$PATH"
-# `ray up` sets both in the shell that runs this; the first would hold for all that trains on the CPU.
+# `ray up` sets both in the shell that runs this; the first would limit all training on the CPU.
 unset OMP_NUM_THREADS PYTHONWARNINGS
 
 # Only clients that have ~/.ray/auth_token can use the cluster; only its owner can read that file.
 export RAY_AUTH_MODE=token
 chmod 600 ~/.ray/auth_token
-# Ray gives its own folders mode 0777, also those with the code of jobs: they lie in one that no other user can enter.
+# Ray gives its own folders mode 0777, also those with the code of jobs: put them into one that no other user can enter.
 export RAY_TMPDIR="${RAY_TMPDIR:-/tmp/ray-$(id -u)}"
 mkdir -m 700 "$RAY_TMPDIR" 2>/dev/null
 if [ -L "$RAY_TMPDIR" ] || [ ! -O "$RAY_TMPDIR" ] || [ $((0$(stat -c %a "$RAY_TMPDIR") & 077)) != 0 ]; then
@@ -26,7 +26,7 @@ export RAY_health_check_failure_threshold="${RAY_health_check_failure_threshold:
 export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-300}"
 # Nodes may have Python 3.11.2 and 3.11.9, but not 3.11 and 3.12: Ray compares the last part too.
 export RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL="${RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL:-minor}"
-# Ray runs its workers at nice 15, below all else on the machine.
+# Ray runs its workers at nice 15, below everything else on the machine.
 export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 
 as_root() {
@@ -51,7 +51,7 @@ if [ "$shm" -lt $((memory * 2 / 5)) ]; then
         echo "raydist: /dev/shm has $((shm >> 20)) GiB on $(hostname): as root, mount -o remount,size=50% /dev/shm" >&2
 fi
 
-# A process: its number, the boot, its start time. The number alone may be another one's after a reboot.
+# A process: its pid, the boot, its start time. After a reboot another process may have the pid.
 process() {
     echo "$1 $(cat /proc/sys/kernel/random/boot_id) $(sed 's/.*)//' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f21)"
 }

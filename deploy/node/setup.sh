@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# setup.sh [PACKAGE…]: makes ~/.raydist/env on a node: a Python environment with the raydist of ~/.raydist/src, and these packages.
-# PYTHON=python3.12 before it takes that Python in place of python3.
+# setup.sh [PACKAGE…]: creates ~/.raydist/env on a node, a Python environment with the raydist of ~/.raydist/src and these packages.
+# PYTHON=python3.12 before it uses that Python instead of python3.
 set -euo pipefail
 
 env=$HOME/.raydist/env
 python=${PYTHON:-python3}
-# The head writes its versions into a folder of file_mounts, which Ray copies from the head to all that join, now or later.
-# On those Ray sets RAY_HEAD_IP.
+# The head writes its versions into a folder of file_mounts, which Ray copies from the head to all nodes that join, now or later.
+# On those nodes Ray sets RAY_HEAD_IP.
 node=$HOME/.raydist/src/deploy/node
 versions=$node/versions.txt
 
@@ -26,7 +26,7 @@ if [ -n "${RAY_HEAD_IP:-}" ] && [ -f "$versions" ]; then
     fi
 fi
 
-# A torch that the machine's image brings, built for its driver, is used; without one it is fetched.
+# A torch that is part of the machine's image, built for its driver, is used; otherwise pip fetches one.
 if [ ! -x "$env/bin/python" ] || [ "$(version "$env/bin/python")" != "$has" ]; then
     "$python" -m venv --clear --system-site-packages "$env" || {
         rm -rf "$env"
@@ -45,7 +45,7 @@ if [ -z "${RAY_HEAD_IP:-}" ]; then
     "$env/bin/python" "$node/versions.py" write "$versions"
 fi
 
-# The command of a Ray that the image brings belongs to another Python, which knows nothing of this environment.
+# The `ray` of an image belongs to another Python, which does not know this environment.
 if [ ! -x "$env/bin/ray" ]; then
     printf '#!%s\nfrom ray.scripts.scripts import main\nmain()\n' "$env/bin/python" >"$env/bin/ray"
     chmod +x "$env/bin/ray"
