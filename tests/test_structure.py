@@ -312,6 +312,16 @@ def test_names_of_variables_stand_in_one_file() -> None:
     assert [path for path in files if re.search(r"""["']RAYDIST_\w+["']""", path.read_text())] == []
 
 
+def test_names_of_tests_have_at_most_80_characters() -> None:
+    names = [
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > 80] == []
+
+
 def test_the_public_face_is_small_and_complete() -> None:
     import raydist
 

@@ -248,7 +248,7 @@ def test_compose_would_take_its_file() -> None:
     assert sorted(compose.service_names()) == ["head", "worker"]
 
 
-def test_a_node_ends_the_helper_of_its_earlier_ray_and_no_other_process_that_has_its_number(
+def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pid(
     tmp_path: Path,
 ) -> None:
     """After a reboot the number in ~/.raydist/follows is some other process's."""

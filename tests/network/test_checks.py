@@ -178,7 +178,7 @@ def test_an_interface_setting_that_works_is_silent(value: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", checks_site.HARMFUL)
-def test_a_setting_that_hurts_is_told_wherever_it_is_set_unless_overruled_or_harmless(
+def test_a_harmful_setting_is_reported_wherever_it_is_set_unless_overruled(
     name: str, tmp_path: Path
 ) -> None:
     here, bad = sound(tmp_path, box=machines.plain_box()), checks_site.HARMFUL[name]

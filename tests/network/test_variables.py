@@ -206,7 +206,7 @@ def test_all_ranks_of_a_node_see_all_its_gpus_in_one_order(
     ],
     ids=str,
 )
-def test_a_program_that_takes_the_gpu_of_its_local_rank_has_the_one_that_raydist_means(
+def test_a_program_that_takes_the_gpu_of_its_local_rank_gets_the_intended_one(
     monkeypatch: pytest.MonkeyPatch, held: list[tuple[str, ...]], backend: str
 ) -> None:
     """nccl2 without `device_id` takes LOCAL_RANK modulo the GPUs that it sees; "Duplicate GPU
@@ -380,7 +380,7 @@ def log_of(
     }
 
 
-def test_nccls_log_is_asked_for_where_somebody_reads_it_and_never_lands_in_the_ranks_own() -> None:
+def test_nccls_log_is_requested_for_its_reader_and_never_lands_in_the_ranks_log() -> None:
     nccl = job(backend=Backend("nccl"))
     several = log_of(nccl, facts(1), nodes=2)
     assert {name: value for name, (value, _) in several.items()} == {

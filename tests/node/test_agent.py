@@ -149,6 +149,9 @@ def agent(node: Node) -> Iterator[RankAgent]:
     node.run(one.handle(Close()))
 
 
+# Opening
+
+
 def test_the_first_agent_reads_facts_and_opens_a_store(node: Node) -> None:
     assert node.opened.facts is not None
     assert node.opened.facts.address == "127.0.0.1"
@@ -234,6 +237,9 @@ def test_a_server_stays_no_longer_than_the_admin_of_its_node_allows(
     assert ended(asyncio.run(main()))
 
 
+# A rank and its news
+
+
 def test_a_job_runs_to_its_end_and_returns_a_value(node: Node, agent: RankAgent) -> None:
     def job() -> int:
         import raydist
@@ -311,6 +317,9 @@ def test_only_the_newest_report_of_another_rank_than_0_is_kept(
     assert reports == [9]
 
 
+# Examining a rank
+
+
 def test_a_rank_is_examined_while_it_runs(node: Node, agent: RankAgent) -> None:
     def stuck() -> None:
         import raydist
@@ -362,6 +371,9 @@ def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> 
     node.run(start(agent, lambda: None))
     node.run(follow(agent))
     assert node.run(agent.handle(Examine())) is None
+
+
+# Stopping a rank
 
 
 @pytest.mark.parametrize(("grace", "number"), [(30.0, signal.SIGTERM), (0.0, signal.SIGKILL)])
@@ -445,6 +457,9 @@ def test_a_rank_that_another_process_kills(node: Node, agent: RankAgent) -> None
     assert (end.oom, end.lost, end.by_mpirun) == ("", "", False)
     assert [event["step"] for event in history.events if event["kind"] == "report"] == [7]
     assert node.run(agent.handle(GetValue())) == RankValue()
+
+
+# Further attempts
 
 
 def test_an_agent_starts_a_second_attempt_under_another_rank(node: Node, agent: RankAgent) -> None:
@@ -545,6 +560,9 @@ def test_an_agent_whose_process_cannot_be_killed_is_not_open(
         assert not node.run(agent.handle(IsOpen()))
     node.run(agent.handle(StopRank(0.0)))
     assert node.run(agent.handle(IsOpen()))
+
+
+# Stores, closing, lost and stopped fork servers
 
 
 def test_a_store_replaces_the_one_before(node: Node) -> None:

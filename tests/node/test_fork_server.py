@@ -159,6 +159,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node.close()
 
 
+# A rank from its fork to its end
+
+
 def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> None:
     def job() -> tuple[Any, ...]:
         import threading
@@ -311,6 +314,9 @@ def test_only_processes_of_the_agent_are_killed(warm: Node) -> None:
     stranger.wait()
 
 
+# Stores and imports
+
+
 def test_the_store_listens_on_its_address_only_and_is_held(warm: Node) -> None:
     line = warm.dial()
     pid, store = line.open_store("127.0.0.1")
@@ -351,6 +357,9 @@ def test_modules_are_imported_before_the_next_fork(tmp_path: Path) -> None:
     node.close()
 
 
+# What ends with the server
+
+
 def test_everything_ends_with_the_lifeline_and_the_folder_is_gone(tmp_path: Path) -> None:
     node = Node(tmp_path / "f", modules=("raydist.worker.backends.ddp",))
     line = node.dial()
@@ -385,6 +394,9 @@ def test_ranks_end_with_a_killed_server(tmp_path: Path) -> None:
     pid = node.dial().fork(lambda: time.sleep(300))
     psutil.Process(pid).parent().kill()
     wait_until(lambda: not alive(pid))
+
+
+# Spawned ranks
 
 
 def test_spawn_gives_a_fresh_interpreter(tmp_path: Path) -> None:
@@ -439,6 +451,9 @@ def test_a_child_whose_parent_has_ended_before_it_could_ask_ends_too() -> None:
         [sys.executable, "-c", "from raydist.worker.main import *; die_with_parent(1); print('on')"]
     )
     assert child.returncode == 1
+
+
+# Hanging kernels, full queues, dead servers
 
 
 def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(
@@ -526,6 +541,9 @@ def test_a_server_that_has_died_is_not_waited_for(
         asyncio.run(ForkClient.connect(tmp_path))
 
 
+# Messages
+
+
 def test_a_message_larger_than_a_packet_goes_by_a_file(warm: Node) -> None:
     """The environment of a rank may take more: it ended the server, and with it all ranks of the
     node."""
@@ -592,6 +610,9 @@ def test_an_agent_that_has_forked_no_rank_has_nothing_to_write(
     line.imported()
     assert line.fork(lambda: 7)
     assert line.receive(Ended).code == 0
+
+
+# The newest state and its checkpoint
 
 
 def test_ranks_are_ended_while_the_file_server_hangs(
@@ -661,6 +682,9 @@ def answered(fifo: Path) -> bool:
     os.write(descriptor, b"later")
     os.close(descriptor)
     return True
+
+
+# Several agents
 
 
 def test_a_process_of_another_agent_gets_no_signal(warm: Node) -> None:
@@ -817,6 +841,9 @@ def test_others_are_served_while_a_store_opens(
     ours.close()
     assert line.receive(Ended).pid == pid
     node.close()
+
+
+# GPUs, memory, MPI
 
 
 def test_a_server_that_has_used_a_gpu_is_found_out_though_torch_says_no(tmp_path: Path) -> None:

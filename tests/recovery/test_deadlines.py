@@ -45,9 +45,7 @@ def test_a_victim_leaves_its_culprit_time(end: End, seconds: float | None) -> No
     assert culprit_wait(end) == seconds
 
 
-def test_the_earlier_deadline_counts_and_none_is_moved_by_a_failure_once_the_stop_was_sent() -> (
-    None
-):
+def test_the_earlier_deadline_counts_and_no_failure_after_the_stop_moves_it() -> None:
     none = Deadlines()
     assert none.left(7.0) is None
     victim = none.stop_within(0.5, now=10.0)

@@ -107,7 +107,7 @@ def test_the_same_error_at_the_same_step_is_tried_twice_at_most() -> None:
     )
 
 
-def test_the_same_signal_from_outside_says_nothing_about_the_job_but_one_of_its_own_does() -> None:
+def test_a_repeated_signal_from_outside_is_retried_but_a_repeated_crash_is_not() -> None:
     assert isinstance(decide(RULE, history((KILLED, 10), (KILLED, 10))), Retry)
     crash = replace(KILLED, signal=signal.SIGSEGV)
     assert isinstance(decide(RULE, history((crash, 10), (crash, 10))), GiveUp)

@@ -139,7 +139,7 @@ def began(done: Result[Any]) -> list[int]:
     return [each["pid"] for each in read_events(done.dir / "events.jsonl", kind="began")]
 
 
-def test_without_snapshots_a_restart_continues_from_the_checkpoint_that_was_being_written(
+def test_without_snapshots_a_restart_continues_from_the_checkpoint_being_written(
     folder: Path,
 ) -> None:
     done = train("snapshot.every=0", struck=(kill(1, GOES_ON),))

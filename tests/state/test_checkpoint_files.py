@@ -326,7 +326,7 @@ def test_find(events: list[Event], tmp_path: Path) -> None:
     assert "step-00000004" in warned[0]
 
 
-def test_auto_begins_anew_after_a_run_that_has_finished_unless_a_later_training_was_killed(
+def test_auto_begins_anew_after_a_finished_run_unless_a_later_training_was_killed(
     events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, warnings = tmp_path / "run", list[str]()

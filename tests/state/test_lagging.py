@@ -259,7 +259,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(s
 
 
 @pytest.mark.parametrize("seeds", range(4))
-def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_no_further_back_than_asked_for(
+def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_within_the_limit(
     seeds: int,
 ) -> None:
     count = 0

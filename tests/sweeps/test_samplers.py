@@ -143,7 +143,7 @@ def test_a_full_disk_costs_only_what_optuna_would_have_learned(tmp_path: Path) -
     assert opened(tmp_path, "tpe", ONE, CHOICE).propose(3) == trials[3].settings
 
 
-def test_a_trial_that_is_taken_up_again_is_told_twice_and_the_settings_have_their_importance(
+def test_a_resumed_trial_is_told_twice_and_the_settings_have_their_importance(
     tmp_path: Path,
 ) -> None:
     sampler = opened(tmp_path, "tpe", ONE, CHOICE)

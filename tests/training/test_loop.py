@@ -88,6 +88,9 @@ def stop_after(job: Job, steps: int) -> Job:
     return replace(job, checkpoint=Checkpoint(every=steps, keep=9))
 
 
+# Resuming
+
+
 def resumed(
     world: int, job: Job, run_dir: Path, step: int, function: Any = train
 ) -> list[RankResult]:
@@ -191,6 +194,9 @@ def test_loader_workers_change_nothing(unbroken: tuple[Path, list[RankResult]]) 
     assert [result.losses for result in again] == [result.losses[5:] for result in whole]
 
 
+# Events, random numbers
+
+
 def test_the_events_of_a_training(unbroken: tuple[Path, list[RankResult]]) -> None:
     first, second = unbroken[1]
     (begin,) = first.kind("begin")
@@ -232,6 +238,9 @@ def test_parameters_begin_alike_from_the_seed(tmp_path: Path) -> None:
     assert values != {
         result.value for result in succeeded(run_ranks(1, replace(BASE, seed=6), first, tmp_path))
     }
+
+
+# Steps: accumulation, loss, clipping
 
 
 def plain(job: Job) -> tuple[list[torch.Tensor], int]:
@@ -313,6 +322,9 @@ def test_clipping_bounds_the_step(tmp_path: Path, precision: str) -> None:
     assert result.value == pytest.approx(0.001, rel=1e-3)
 
 
+# Checkpoints and precision
+
+
 @pytest.mark.parametrize("writer", ["the rank", "another process"])
 def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
     tmp_path: Path, writer: str
@@ -368,7 +380,7 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
     assert len(turns.read_text()) >= 3
 
 
-def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_not_needed_after_that(
+def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_then_released(
     tmp_path: Path,
 ) -> None:
     """Each rank of a node read all of it into its own memory."""
@@ -449,6 +461,9 @@ def test_fp16_resumes_with_its_scaler(tmp_path: Path) -> None:
     assert again.losses == whole.losses[5:]
 
 
+# Evaluation
+
+
 def test_evaluation_counts_each_sample_once(tmp_path: Path) -> None:
     # 29 samples over 2 ranks: one rank has one more, and batch norm sees each rank's own.
     def learn(job: Job) -> tuple[dict[str, float], dict[str, float]]:
@@ -526,6 +541,9 @@ def test_a_checkpoint_knows_its_metrics_and_the_best_is_kept(tmp_path: Path) -> 
     assert newest.meta.world_size == 1
 
 
+# Resuming with other settings
+
+
 def test_settings_override_a_checkpoint(unbroken: tuple[Path, list[RankResult]]) -> None:
     run_dir, whole = unbroken
     half = replace(
@@ -585,6 +603,9 @@ def test_ranks_that_find_different_checkpoints_are_an_error(
     path = unbroken[0] / "checkpoints" / "step-00000010"
     results = run_ranks(2, BASE, blind, unbroken[0] / "fourth", {"RAYDIST_RESUME": str(path)})
     assert all("rank 0: step 10, rank 1: none" in one.error for one in results)
+
+
+# Levers of speed
 
 
 def switched(job: Job) -> tuple[str, bool]:
@@ -667,6 +688,9 @@ def test_compile_by_blocks_gives_the_same_numbers_under_fsdp(tmp_path: Path) -> 
     )
     assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-5)
     assert compiled[0].value > 0 == eager[0].value
+
+
+# Refusals
 
 
 def test_an_unknown_best_is_refused_with_the_nearest(tmp_path: Path) -> None:

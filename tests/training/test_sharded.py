@@ -45,6 +45,9 @@ FILES = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "meta.json"]
 GLOO = Job(backend=Backend("gloo"))
 
 
+# Which node holds what
+
+
 @pytest.mark.parametrize(
     ("nodes", "held_by"),
     [
@@ -90,6 +93,9 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(RaydistError, match=word):
             sharded.put_into(into, kept, "state")
+
+
+# Copies on the next node
 
 
 def memory() -> int:
@@ -324,6 +330,9 @@ def test_the_last_step_of_a_run_that_failed_is_on_the_disk(
     assert checkpoint_files.newest(tmp_path / "failed" / "checkpoints") is None
 
 
+# Another number of ranks
+
+
 def keeps_and_dies(steps: int) -> None:
     """Every rank keeps each step; after the last one all are killed."""
     model, optimizer = training()
@@ -394,6 +403,9 @@ def test_another_number_of_ranks_loads_what_killed_ranks_kept(
     plain = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert plain.returncode == 0, plain.stderr
     assert json.loads(plain.stdout.splitlines()[-1]) == json.loads(json.dumps(wanted))
+
+
+# A checkpoint of the parts of all nodes
 
 
 def a_node(rank: int, folder: StoragePath, steps: dict[int, float]) -> launch_flush.FlushNode:
@@ -561,6 +573,9 @@ def test_a_state_of_another_number_of_ranks_is_read_as_from_the_disk(tmp_path: P
     ]
 
 
+# Slow networks, lagging devices, full nodes
+
+
 def slow_network(job: Job) -> Any:
     """Two nodes, between which a copy travels as long as some ten steps; the newest step that was
     kept of 60."""
@@ -637,7 +652,7 @@ def lagging(job: Job) -> Any:
     )
 
 
-def test_shards_of_a_device_that_lags_are_those_of_their_step_here_and_on_the_next_node(
+def test_shards_of_a_lagging_device_are_of_their_step_here_and_on_the_next_node(
     tmp_path: Path,
 ) -> None:
     results = run_ranks(2, GLOO, lagging, tmp_path)
