@@ -1,5 +1,4 @@
-"""What tests/test_golden.py shows: runs, failures, machines and findings that never were, the same
-each time."""
+"""Invented runs, failures, machines and findings for tests/test_golden.py, the same each time."""
 
 from __future__ import annotations
 
@@ -42,13 +41,13 @@ VERSIONS = {
 
 
 def nodes(count: int, gpus: int = 0) -> list[Node]:
-    """Nodes of a cluster, with 16 CPUs each."""
+    """Return nodes of a cluster, with 16 CPUs each."""
     have = {"CPU": 16.0, **({"GPU": float(gpus)} if gpus else {})}
     return [Node(f"id-{i}", f"10.0.0.{i}", f"node-{i}", have, have) for i in range(1, count + 1)]
 
 
 def facts(root: Path, box: machines.Box, node: Node, gpus: Sequence[str] | None = None) -> Facts:
-    """What that machine would tell of itself as this node; it is built below `root`."""
+    """Return the facts of a machine as this node; it is built below `root`."""
     if not (own := root / node.host).exists():
         machines.build(own, box)
     node_facts = probe.read_facts(node.ip, None, gpus, own)
@@ -79,7 +78,7 @@ def slots(ranks: int, per_node: int, gpus: bool = False) -> list[dict[str, Any]]
 
 
 def launch() -> list[Event]:
-    """From the first word to the ranks in their group, in 8 seconds."""
+    """Return the events of a launch of 8 seconds, up to the first step."""
     return [
         at(0, "run", name="digits", dir=FOLDER, pages=0),
         at(0, "cluster", address="10.0.0.1:6379", started=False, nodes=3),
@@ -102,7 +101,7 @@ def launch() -> list[Event]:
 
 
 def steps(first: int, last: int, t: float) -> Iterator[Event]:
-    """Reports as the loop makes them, half a second apart, from `t` on."""
+    """Yield reports of the loop from `t` on, half a second apart."""
     for step in range(first, last + 1):
         words = {
             "steps": 60,
@@ -114,8 +113,8 @@ def steps(first: int, last: int, t: float) -> Iterator[Event]:
         yield at(t + 0.5 * (step - first), "report", rank=0, step=step, values=words)
 
 
-def again(t: float, end: End, step: int) -> list[Event]:
-    """A restart after that failure, with a step done again, in 2 seconds."""
+def restart(t: float, end: End, step: int) -> list[Event]:
+    """Return the events of a restart of 2 seconds after a failure, with one repeated step."""
     retry = policy.Retry((Attempt(ends=[end]),)).as_event(
         Job(restart=replace(Job().restart, max=3)).restart
     )
@@ -133,10 +132,10 @@ def again(t: float, end: End, step: int) -> list[Event]:
     ]
 
 
-def over(
+def with_result(
     events: list[Event], t: float, error: RaydistError | None = None, why: str = "", *ends: End
 ) -> list[Event]:
-    """The events with the result that they add up to."""
+    """Return the events, followed by the result that they add up to."""
     all_ends = ends or tuple(End(rank, f"node-{rank + 1}", "finished", t, 60) for rank in range(3))
     attempt = Attempt(
         ends=all_ends, failure=blame.failure_text(all_ends), error=error, why_last=why
@@ -146,7 +145,7 @@ def over(
 
 
 def finished() -> list[Event]:
-    """All that a person may see of a run that ends well."""
+    """Return the events of a run that ends well, with everything that a person may see."""
     slow = straggler.as_event([Slow(2, "node-3", 0.062, 0.05, 0.08)])
     saved = at(27, "saved", rank=0, step=30, path=f"{FOLDER}/checkpoints/step-30", s=0.2)
     events = [
@@ -154,8 +153,8 @@ def finished() -> list[Event]:
         *steps(1, 20, 8.5),
         at(18, "warning", rank=1, text="the disk is slow"),
         at(18, "warning", rank=2, text="the disk is slow"),
-        *broken(KILLED, ECHO),
-        *again(18.7, KILLED, 20),
+        *failure_events(KILLED, ECHO),
+        *restart(18.7, KILLED, 20),
         *steps(21, 30, 21),
         at(26, "report", rank=0, step=30, values={"accuracy": 0.91, "test_loss": 0.3}),
         at(26, "spent", rank=0, what="evaluate", s=0.5),
@@ -177,32 +176,34 @@ def finished() -> list[Event]:
         at(44, "network", text="2 nodes over eth0 (TCP); no node has InfiniBand", nodes=[]),
         {**saved, "t": 45, "step": 60, "path": f"{FOLDER}/checkpoints/step-60"},
     ]
-    return over(events, 46)
+    return with_result(events, 46)
 
 
 def failed() -> list[Event]:
-    """One that hangs, and is ended."""
-    return over([*launch(), *steps(1, 20, 8.5), hang(), *broken(HUNG)], 19, None, "", HUNG)
+    """Return the events of a run that hangs and is ended."""
+    return with_result(
+        [*launch(), *steps(1, 20, 8.5), hang(), *failure_events(HUNG)], 19, None, "", HUNG
+    )
 
 
 def stopped() -> list[Event]:
-    """One that somebody ends."""
+    """Return the events of a run that a person ends."""
     saved = at(19, "saved", rank=0, step=20, path=f"{FOLDER}/checkpoints/step-20", s=0.1)
     ended = Stopped(signal.SIGINT)
-    return over(
+    return with_result(
         [*launch(), *steps(1, 20, 8.5), at(18.6, "stop", reason=str(ended)), saved], 19, ended
     )
 
 
 def never_placed() -> list[Event]:
-    """One for which there is no place."""
-    return over(
+    """Return the events of a run that was never placed."""
+    return with_result(
         launch()[:5], 31, LaunchError("gave up after 30 s (scale.wait_s): waiting for 1 more node")
     )
 
 
 def program() -> list[Event]:
-    """A program's own output, on so many ranks that each node is one row."""
+    """Return the events of a program with so many ranks that the screen has one row for each node."""
     lines = [at(2, "output", rank=rank, output=f"loss {rank}\n".encode()) for rank in range(2)]
     placed = at(1, "plan", backend="nccl", world_size=24, slots=slots(24, 8, gpus=True))
     return [
@@ -210,7 +211,7 @@ def program() -> list[Event]:
         placed,
         *lines,
         at(3, "output", rank=1, output=b"no end of line"),
-        *over([], 4),
+        *with_result([], 4),
     ]
 
 
@@ -248,13 +249,13 @@ MONITOR = (
     "(7.9GB used / 8GB limit)"
 )
 LOST = replace(KILLED, how="lost", signal=0)
-LOOKS = [
+STATES = [
     hang_verdict.RankState(0, "node-1", 20, "backward", state="S", collectives=[{"profiling_name": "gloo:all_reduce",
                "input_sizes": [[3]], "collective_seq_id": 10, "p2p_seq_id": 0, "process_group": ["0", "default_pg"],
                "is_p2p": False, "state": "scheduled"}]),
     hang_verdict.RankState(1, "node-2", 20, "forward", pid=42, state="T"),
 ]  # fmt: skip
-HUNG = replace(KILLED, how="hung", signal=9, message=hang_verdict.diagnose(LOOKS).text)
+HUNG = replace(KILLED, how="hung", signal=9, message=hang_verdict.diagnose(STATES).text)
 GLOO = "op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match expected size."
 FAILURES = {
     "a killed rank": (KILLED, [ECHO, End(2, "node-3", "stopped", 18.3, 20)]),
@@ -281,7 +282,7 @@ RESTARTED = ("a killed rank", "a lost node")
 
 
 def hang() -> Event:
-    verdict = hang_verdict.diagnose(LOOKS)
+    verdict = hang_verdict.diagnose(STATES)
     return at(
         18.3,
         "hang",
@@ -292,8 +293,8 @@ def hang() -> Event:
     )
 
 
-def broken(first: End, *others: End) -> list[Event]:
-    """The ranks have ended because of `first`."""
+def failure_events(first: End, *others: End) -> list[Event]:
+    """Return the events of a failure whose cause is `first`."""
     cause = blame.failure_facts(first, [first, *others])
     return [
         at(18.4, "stop", cause="failure", reason="a rank failed"),
@@ -302,13 +303,13 @@ def broken(first: End, *others: End) -> list[Event]:
 
 
 def failure(what: str) -> list[Event]:
-    """A run with that failure, which is restarted or ends with it."""
+    """Return the events of a run with that failure, which it survives or ends with."""
     first, others = FAILURES[what]
     saved = at(18.5, "saved", rank=0, step=16, path=f"{FOLDER}/checkpoints/step-16", s=0.1)
-    events = [*launch(), *steps(1, 20, 8.5), saved, *broken(first, *others)]
+    events = [*launch(), *steps(1, 20, 8.5), saved, *failure_events(first, *others)]
     if what in RESTARTED:
-        return [*events, *again(18.7, first, 20)]
-    return over(events, 19, None, "2 failures within 3600 s, restart.max=1", first, *others)
+        return [*events, *restart(18.7, first, 20)]
+    return with_result(events, 19, None, "2 failures within 3600 s, restart.max=1", first, *others)
 
 
 # What the doctor finds
@@ -329,11 +330,11 @@ def unplaced() -> Report:
     return report
 
 
-def sick() -> Report:
-    """Each check of the doctor's own, and what it finds."""
+def failing() -> Report:
+    """Return a report with a finding of each of the doctor's own checks."""
     hosts = [Host(f"node-{i}", f"10.0.0.{i}", "eth0") for i in range(1, 7)]
     report = Report(hosts, "6 ranks on 6 nodes, backend gloo, over eth0", gpus=True)
-    report.measured(trips := calls(len(hosts)), 1.25)
+    report.measured(trips := trips_of(len(hosts)), 1.25)
     same = {"python": "3.11.7", **VERSIONS}
     other, none = {**same, "python": "3.11.2", "torch": "2.14.0"}, {"python": "3.11.7"}
     trials: list[dict[str, Any]] = [
@@ -372,10 +373,10 @@ def sick() -> Report:
     return report
 
 
-def calls(n: int) -> list[list[Trip]]:
-    """Each node calls each other: one way to fail for every pair of neighbours."""
+def trips_of(n: int) -> list[list[Trip]]:
+    """Return the trips between all nodes, with one kind of failure for each pair of neighbours."""
     fine, late = Trip("fine", "", 1e-4), Trip("fine", "", 1e-4, 90.0)
-    ways = [
+    failures = [
         Trip("silent", "no answer within 3 s"),
         Trip("refused", "connection refused"),
         Trip("unreachable", "No route to host"),
@@ -383,18 +384,18 @@ def calls(n: int) -> list[list[Trip]]:
         Trip("fine", "", 0.045),
     ]
     return [
-        [ways[i] if j == i + 1 else late if j == n - 1 else fine for j in range(n)]
+        [failures[i] if j == i + 1 else late if j == n - 1 else fine for j in range(n)]
         for i in range(n)
     ]
 
 
-def ill(root: Path) -> Report:
-    """What the machines tell of themselves, where much is wrong."""
+def misconfigured(root: Path) -> Report:
+    """Return a report about two machines on which much is wrong."""
     there, job = nodes(2, gpus=8), Job(backend=Backend("nccl"), scale=Scale(nodes=2, per_node=1))
     plan = placement.assign_ranks(placement.resources_for(job, there), there)
     facts_of_nodes = [
         facts(root, box, node)
-        for node, box in zip(there, (worn(), machines.efa_box()), strict=True)
+        for node, box in zip(there, (broken_box(), machines.efa_box()), strict=True)
     ]
     facts_of_nodes[1] = replace(
         facts_of_nodes[1],
@@ -411,9 +412,8 @@ def ill(root: Path) -> Report:
     return report
 
 
-def worn() -> machines.Box:
-    """A machine whose cards came up badly, without libraries for them, and with traps in its
-    settings."""
+def broken_box() -> machines.Box:
+    """Return a machine whose cards came up badly, without libraries for them, and with bad settings."""
     link, dgx = machines.Link, machines.dgx()
     bad = (link(sm_lid=0), link(state="1: DOWN", phys="2: Polling"), link(state="2: INIT"))
     cards = [

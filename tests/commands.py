@@ -1,4 +1,4 @@
-"""The commands that the pages for people show, as they are typed."""
+"""The commands that README.md and docs/ show."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from tests.conftest import ROOT
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 """A fenced block with its language, or an indented one."""
-TYPED = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python|torchrun|raydist) .*)$")
+COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python|torchrun|raydist) .*)$")
 IN_A_SENTENCE = re.compile(r"`((?:python -m (?:raydist|bench)|raydist [a-z])[^`]*)`")
 
 
-def shown() -> list[tuple[str, ...]]:
-    """The words of all commands of the pages that start Python, torchrun or raydist, each once."""
+def commands_on_pages() -> list[tuple[str, ...]]:
+    """Return the words of each command on the pages that starts Python, torchrun or raydist, once."""
     return list(dict.fromkeys(words(line) for page in PAGES for line in lines(page.read_text())))
 
 
 def lines(page: str) -> Iterator[str]:
-    """The lines that are commands; one that goes on after a backslash is one."""
+    """Yield the commands of a page. Lines that a backslash joins are one command."""
     for language, fenced, indented in BLOCK.findall(page):
         if language in ("", "bash", "sh", "console"):
             text = fenced or re.sub(r"^ {4}", "", indented, flags=re.MULTILINE)
             for line in text.replace("\\\n", " ").splitlines():
-                yield from TYPED.findall(line)
+                yield from COMMAND.findall(line)
     yield from IN_A_SENTENCE.findall(page)
 
 
 def words(line: str) -> tuple[str, ...]:
-    """The words of the first command of a line, as a shell splits them, without what stands for any
-    or no word.
+    """Split the first command of a line as a shell does, without placeholders such as `…`.
 
-    `raydist COMMAND` is given as `python -m` of its module.
+    `raydist COMMAND` becomes `python -m` of its module.
     """
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True

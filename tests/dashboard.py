@@ -1,9 +1,9 @@
-"""The part of a Ray dashboard that `watch --job` asks: a job, and the files of its run folder by
+"""The part of a Ray dashboard that `watch --job` uses: a job, and the files of its run folder through
 Ray's log API.
 
-As Ray 2.60 answers (dashboard/modules/log): `file` is the file as it is now, `stream` also what is
-added to it; the headers come with the first byte, so an empty file's stream answers nothing; a file
-that is not there is a 500.
+It answers like Ray 2.60 (dashboard/modules/log): `file` is the current content, `stream` also what is
+appended later. The headers come with the first byte, so the stream of an empty file sends nothing. A
+missing file is a 500.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BLOCK = 1 << 12
 
 @dataclass
 class Dashboard:
-    """Serves one job's run folder inside the `with` block."""
+    """A server of one job's run folder, running inside the `with` block."""
 
     folder: Path
     job: str = "watched"
     pause_s: float = 0.0
-    """Between two blocks: a slow connection."""
+    """Pause between two blocks, as on a slow connection."""
     cuts: dict[str, int] = field(default_factory=dict)
-    """By `file` or `stream` and the name: the bytes after which the connection breaks, once."""
+    """Bytes after which the connection breaks, once, by `file` or `stream` and the name."""
     requests: Counter[str] = field(default_factory=Counter)
-    """Requests, by `file` or `stream` and the name, as in "stream logs/rank-0.log"."""
+    """Number of requests by `file` or `stream` and the name, as in "stream logs/rank-0.log"."""
     streams: Counter[str] = field(default_factory=Counter)
-    """The open streams, by name."""
+    """Number of open streams by name."""
 
     def __enter__(self) -> Dashboard:
         dashboard = self
@@ -122,15 +122,15 @@ class Dashboard:
                 elif not follow:
                     request.wfile.write(b"0\r\n\r\n")
                     return
-                elif left(request):
+                elif disconnected(request):
                     return
                 if 0 <= cut <= sent:
                     return  # without the last chunk
                 time.sleep(self.pause_s if block else 0.02)
 
 
-def left(request: BaseHTTPRequestHandler) -> bool:
-    """Whether the client has closed the connection."""
+def disconnected(request: BaseHTTPRequestHandler) -> bool:
+    """Return whether the client has closed the connection."""
     request.connection.setblocking(False)
     try:
         return not request.connection.recv(1)

@@ -1,5 +1,4 @@
-"""Faults as data: what goes wrong, on which rank, at which step; and a training that they
-strike."""
+"""Faults as data (what goes wrong, on which rank, at which step), and trainings in which they happen."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ import raydist
 from raydist.worker import checkpoint, context
 
 SAMPLES = 256
-"""Of the training."""
+"""Samples of the training."""
 _due: list[Fault] = []
-"""What goes wrong in this rank."""
+"""The faults of this rank that have not happened yet."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong, once `step` steps are done."""
+    """One thing that goes wrong after `step` steps."""
 
     act: str
     """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives), fill (the disk
@@ -35,16 +34,17 @@ class Fault:
     rank: int
     step: int
     attempts: tuple[int, ...] = (0,)
-    """In which attempts it happens; empty: in all."""
+    """The attempts in which it happens; empty means all."""
 
     def due(self, step: int) -> bool:
-        """A GPU's steps may be reported two at a time: one of them is then passed over."""
+        """Return whether it happens now. Steps of a GPU may be reported two at a time, so a step may be
+        skipped."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         mine = self.rank == raydist.rank().rank and attempt in (self.attempts or (attempt,))
         return mine and step >= self.step
 
     def strike(self) -> None:
-        """Do it, to this very process."""
+        """Let it happen in this process."""
         if self.act in ("fill", "damage"):
             checkpoint.settle()
         match self.act:
@@ -69,7 +69,7 @@ class Fault:
 
 
 def fill(path: Path) -> None:
-    """Take all the room that the disk of this file has left."""
+    """Fill the disk of this file."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 16, 1):
             with contextlib.suppress(OSError):
@@ -81,29 +81,29 @@ def kill(rank: int, step: int, *attempts: int) -> Fault:
     return Fault("kill", rank, step, attempts or (0,))
 
 
-def suffer(*faults: Fault) -> None:
-    """Let these strike this rank, beside those before. By no variable: a fork server is kept for
-    one environment."""
+def add_faults(*faults: Fault) -> None:
+    """Add faults of this rank. They are not passed in an environment variable, since a kept fork
+    server belongs to one environment."""
     _due.extend(faults)
 
 
 def strike(step: int) -> None:
-    """Let happen what is due now that so many steps are done."""
+    """Let the faults happen that are due after so many steps."""
     for fault in [each for each in _due if each.due(step)]:
         _due.remove(fault)
         fault.strike()
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss, computed when the steps before are done: here faults strike."""
+    """Return the loss. It is computed after the previous steps, so faults happen here."""
     strike(context.current().step)
     return nn.functional.cross_entropy(output, target)
 
 
 def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
-    """A small training with dropout and momentum; what it ends with, to the last bit. 16 steps an
-    epoch on 2 ranks."""
-    suffer(*struck)
+    """Train a small model with dropout and momentum; return its final state to the last bit. An epoch
+    has 16 steps on 2 ranks."""
+    add_faults(*struck)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 10, generator=generator)
     targets = torch.randint(3, (SAMPLES,), generator=generator)
@@ -130,14 +130,13 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
 
 
 def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
-    """Pretraining of 20 steps, then fine-tuning of 10 steps that faults strike; what it ends
-    with."""
+    """Pretrain for 20 steps, then fine-tune for 10 steps with faults; return the final figures."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(
         torch.randn(64, 10, generator=generator), torch.randint(3, (64,), generator=generator)
     )
     for steps, faults in ((20, ()), (10, struck)):
-        suffer(*faults)
+        add_faults(*faults)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 3))
         settings = replace(config, train=replace(config.train, steps=steps))
@@ -146,11 +145,11 @@ def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, floa
 
 
 def custom_loop(steps: int = 40, struck: tuple[Fault, ...] = ()) -> tuple[int, float]:
-    """A loop of one's own that saves every tenth step; the step it went on from, and its weight at
-    the end."""
+    """Run a hand-written loop that saves every tenth step; return the step it resumed from and the
+    final weight."""
     from raydist.worker import checkpoint
 
-    suffer(*struck)
+    add_faults(*struck)
     weight, begin = torch.zeros(1), 0
     if (latest := checkpoint.latest()) is not None:
         weight, begin = latest.state["weight"], latest.step

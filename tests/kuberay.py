@@ -1,9 +1,8 @@
-"""KubeRay's resources: which fields their specs have, and of which kind.
+"""Schemas of KubeRay's resources: the fields of their specs and the types of these.
 
-Not a copy of KubeRay's CRDs, but the same facts: they are generated from the types in
-ray-operator/apis/ray/v1, and every field of the types that deploy/ uses is named here, as of
-KubeRay 1.6. What is not named is refused, so a misspelt field is found; `{}` is a field that
-deploy/ has no use for. Pods are held against Kubernetes' own schema.
+They are written by hand from the types in ray-operator/apis/ray/v1 of KubeRay 1.6, with every field
+of the types that deploy/ uses. Other fields are refused, so that a misspelt field is found; `{}` is a
+field that deploy/ does not use. Pods are checked against the schema of Kubernetes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PARAMS = {"type": "object", "additionalProperties": TEXT}
 
 
 def record(required: str, **fields: Any) -> dict[str, Any]:
-    """An object with these fields and no others."""
+    """Return the schema of an object with these fields and no others."""
     return {
         "type": "object",
         "properties": fields,
@@ -88,8 +87,7 @@ def check(resource: dict[str, Any]) -> None:
 
 
 def pods(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """The specs of all pods: the head's first, then the workers', then that of a job's
-    submitter."""
+    """Return the specs of all pods: the head's, the workers', and that of a job's submitter."""
     templates = [group["template"] for group in groups(resource)]
     if "submitterPodTemplate" in resource["spec"]:
         templates.append(resource["spec"]["submitterPodTemplate"])
@@ -97,21 +95,21 @@ def pods(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
-    """The head's group and those of the workers."""
+    """Return the group of the head and those of the workers."""
     spec = resource["spec"].get("rayClusterSpec", resource["spec"])
     return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """What `kubectl kustomize` makes of a folder, as far as ours use it: resources, components,
-    then its patches."""
+    """Build a folder like `kubectl kustomize`, as far as deploy/ uses it: resources, components, then
+    patches."""
     resources: list[dict[str, Any]] = []
     _add(folder, resources)
     return resources
 
 
 def _add(folder: Path, resources: list[dict[str, Any]]) -> None:
-    """Add the resources of a folder to those that are there, and change all as it says."""
+    """Add the resources of a folder to the list, then apply its patches to all of them."""
     settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert set(settings) <= {
         "apiVersion",
@@ -144,9 +142,9 @@ def _load(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def apply(document: Any, op: str, path: str, value: Any = None) -> None:
-    """One step of a JSON patch (RFC 6902)."""
-    *way, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
-    for part in way:
+    """Apply one step of a JSON patch (RFC 6902)."""
+    *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/")[1:])
+    for part in parents:
         document = document[int(part) if isinstance(document, list) else part]
     assert op in ("add", "replace"), op
     if last == "-":

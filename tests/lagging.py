@@ -1,4 +1,4 @@
-"""A device whose work finishes when the test says so, and hosts that run ahead of such devices."""
+"""A device whose work finishes when the test says so, and host threads that run ahead of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raydist.state.device import Mark
 
 
 class Killed(BaseException):
-    """Ends the thread of a host."""
+    """Raised in the thread of a host to end it."""
 
 
 class LaggingMark:
-    """A place in the queue of a `Lagging`."""
+    """A position in the queue of a `Lagging`."""
 
     def __init__(self, device: Lagging) -> None:
         self._device = device
@@ -39,9 +39,9 @@ class LaggingMark:
 
 
 class Lagging:
-    """A device (raydist.state.device).
+    """A device (raydist.state.device) that works only when it is told to advance.
 
-    `pause`: called while a host waits for it. `on_host`: the tensors that are not on it, like
+    `pause` is called while a host waits for it. `on_host` are the tensors that are not on it, such as
     Adam's `step`.
     """
 
@@ -64,7 +64,7 @@ class Lagging:
     def launch(
         self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True
     ) -> None:
-        """Queue work that takes `s` seconds, and begins when it is `ready`."""
+        """Queue work that takes `s` seconds and begins once it is `ready`."""
 
         def run() -> None:
             work()
@@ -74,7 +74,7 @@ class Lagging:
         self.queued += 1
 
     def advance(self) -> bool:
-        """Do the next piece of work; whether there was one that was ready."""
+        """Do the next piece of work; return whether one was ready."""
         if not self.queue or not self.queue[0][1]():
             return False
         self.queue.popleft()[0]()
@@ -109,8 +109,8 @@ class Lagging:
 
 
 class TurnHost:
-    """A thread that runs only in its turns, and gives them back in `pause`: any order of several
-    can be tried."""
+    """A thread that runs only in its turns and ends a turn by `pause`, so that a test can try any order
+    of several threads."""
 
     def __init__(self, program: Callable[[TurnHost], None]) -> None:
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
@@ -132,14 +132,14 @@ class TurnHost:
         self._back.release()
 
     def pause(self) -> None:
-        """Called by the program: wait for the next turn."""
+        """Wait for the next turn; called by the program."""
         self._back.release()
         self._turn.acquire()
         if self._killed:
             raise Killed
 
-    def go(self) -> None:
-        """Give the program a turn, to its next pause."""
+    def run_turn(self) -> None:
+        """Let the program run to its next pause."""
         if not self._killed:
             self._turn.release()
             self._back.acquire()

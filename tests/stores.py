@@ -1,4 +1,4 @@
-"""An S3 on this machine: moto's server, with a bucket and credentials of the tests' own."""
+"""An S3 store on this machine: moto's server, with a bucket and credentials for the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECRET = "this-must-not-be-written-anywhere"
 
 
 class Store:
-    """A server with one bucket. `env`: what a process needs to reach it."""
+    """A server with one bucket. `env` has the variables that a process needs to reach it."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -35,7 +35,7 @@ class Store:
             Remote("s3://bucket").store.mkdir("bucket")
 
     def files(self, below: str = "") -> dict[str, bytes]:
-        """All that is in the bucket, by its path there."""
+        """Return the contents of the files in the bucket, by path."""
         with environment(self.env):
             bucket = Remote("s3://bucket")
             return {
@@ -45,7 +45,7 @@ class Store:
             }
 
     def stop(self) -> None:
-        """From here on nobody answers."""
+        """Stop the server."""
         self._server.stop()
 
 

@@ -110,7 +110,12 @@ def plans(here: Path) -> str:
 def reports(here: Path) -> str:
     """What the doctor says of the healthy and of the ill."""
     with patch.object(probe, "interfaces", lambda: canned.INTERFACES):
-        doctor_reports = [canned.healthy(), canned.unplaced(), canned.sick(), canned.ill(here)]
+        doctor_reports = [
+            canned.healthy(),
+            canned.unplaced(),
+            canned.failing(),
+            canned.misconfigured(here),
+        ]
     texts = []
     for report in doctor_reports:
         with patch.object(doctor, "examine_cluster", lambda job, timeout, report=report: report):

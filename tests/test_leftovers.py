@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests import leftovers
 from tests.conftest import ROOT
 from tests.leftovers import PREFIX, alive
 from tests.rig import requires_root
+from tests.waiting import wait_until
 
 PRELUDE = """
 import os, pathlib, signal, subprocess, tempfile, time
@@ -167,10 +167,8 @@ def test_what_a_killed_session_left_is_removed_and_a_living_ones_is_not(tmp_path
     killed, living = (Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")) for _ in range(2))
     lock = leftovers._lock(living)
     with subprocess.Popen(["sleep", "1000"], env={**os.environ, "TMPDIR": str(killed)}) as sleeper:
-        while not leftovers.processes_of(
-            str(killed)
-        ):  # Popen returns before the kernel shows the environment
-            time.sleep(0.01)
+        # Popen returns before the kernel shows the environment
+        wait_until(lambda: leftovers.processes_of(str(killed)), "the sleeping process")
         long_ago(killed)
         long_ago(living)
         leftovers.sweep()

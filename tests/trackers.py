@@ -1,5 +1,4 @@
-"""What trackers have of a run, read back by their own readers: a process each, as a person who
-looks at them has."""
+"""The data of a run in its trackers, read by the readers of the trackers, each in a process."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ requires_trackers = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {'
 
 
 def tensorboard(folder: str) -> dict[str, Any]:
-    """By TensorBoard's own reader."""
+    """Read a folder of TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(folder, size_guidance={"scalars": 0, "tensors": 0})
@@ -45,7 +44,7 @@ def tensorboard(folder: str) -> dict[str, Any]:
 
 
 def hparams(folder: str) -> dict[str, Any]:
-    """What TensorBoard's tab HPARAMS has of a run."""
+    """Read what TensorBoard's tab HPARAMS shows of a run."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -61,7 +60,7 @@ def hparams(folder: str) -> dict[str, Any]:
 
 
 def mlflow(run: str) -> dict[str, Any]:
-    """By MLflow's client, of the store in MLFLOW_TRACKING_URI."""
+    """Read a run from the MLflow store in MLFLOW_TRACKING_URI."""
     from mlflow import MlflowClient
 
     client = MlflowClient()
@@ -78,7 +77,7 @@ def mlflow(run: str) -> dict[str, Any]:
 
 
 def trackio(project: str, run: str) -> dict[str, Any]:
-    """By Trackio's own storage, of the database in TRACKIO_DIR."""
+    """Read a run from the Trackio database in TRACKIO_DIR."""
     import trackio
 
     runs = trackio.Api().runs(project)
@@ -95,12 +94,7 @@ def trackio(project: str, run: str) -> dict[str, Any]:
 
 
 def wandb(folder: str) -> dict[str, Any]:
-    """By W&B's own messages, from the files that `wandb sync` sends: one for each process that has
-    written to the run.
-
-    They are LevelDB's log in blocks of 32 KiB: checksum, length and type of each piece; a header of
-    7 bytes before.
-    """
+    """Read a run of W&B from the files that `wandb sync` sends, one of each process that wrote to it."""
     from wandb.proto import wandb_internal_pb2
 
     curves: dict[str, list[list[float]]] = {}
@@ -114,7 +108,7 @@ def wandb(folder: str) -> dict[str, Any]:
         "system": [],
     }
     for file in sorted(Path(folder).glob("wandb/offline-run-*/*.wandb")):
-        for raw in pieces(file.read_bytes()):
+        for raw in records_of(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(raw)
             kind = record.WhichOneof("record_type")
@@ -143,8 +137,11 @@ def wandb(folder: str) -> dict[str, Any]:
     return result
 
 
-def pieces(log: bytes) -> list[bytes]:
-    """The records of such a file."""
+def records_of(log: bytes) -> list[bytes]:
+    """Return the records of a LevelDB log.
+
+    After a header of 7 bytes it has blocks of 32 KiB; each piece begins with checksum, length and type.
+    """
     records, at, partial = [], 7, b""
     while at + 7 <= len(log):
         if 32768 - at % 32768 < 7:
@@ -160,7 +157,7 @@ def pieces(log: bytes) -> list[bytes]:
 
 
 def read(kind: str, *args: str, env: Mapping[str, str]) -> Any:
-    """Read in a process of its own: none of these libraries is made to be asked twice in one."""
+    """Read in a separate process: these libraries do not support a second reading in one process."""
     code = (
         f"import json; from tests import trackers; print('\\n' + "
         f"json.dumps(trackers.{kind}(*{args!r})))"

@@ -21,6 +21,7 @@ from raydist.messages.request import Answer, NodeRequest, Request
 from raydist.node import actor
 from raydist.node.actor import AgentHost
 from raydist.shared.errors import ConfigError, LaunchError
+from tests.waiting import wait_until
 
 PATIENCE_S = 20.0
 RANKS, ROUNDS = 8, 8
@@ -233,8 +234,7 @@ def test_a_call_that_is_open_when_the_loop_ends_is_cancelled_without_a_word(
     with loop_in_thread() as loop, Mail() as mail:
         there = NodeInThread(loop)
         mail.box(exchange).send(0, StopRank(0.0))
-        while not calls:
-            time.sleep(0.01)
+        wait_until(lambda: calls, "the call")
         late = asyncio.run_coroutine_threadsafe(asyncio.sleep(1000), loop)  # it may not have begun
     assert (calls[0].cancelled(), late.cancelled()) == (True, True)
     assert not caplog.records

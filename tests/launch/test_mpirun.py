@@ -314,8 +314,10 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing(
     before = segments()
     program = Program(own_folder, *WORDS, "script=sum.py", "args=[0,wait]")
     logs = [f"runs/sum/*/logs/rank-{rank}.log" for rank in range(3)]
-    while not all(any(path.read_text() for path in own_folder.glob(each)) for each in logs):
-        assert program.process.poll() is None, program.screen
+    program.wait_until(
+        lambda: all(any(path.read_text() for path in own_folder.glob(each)) for each in logs),
+        "output of all ranks",
+    )
     program.signal(number)
     assert program.wait(20) == (130 if number == signal.SIGINT else -9)
     assert program.leftovers() == []

@@ -18,6 +18,7 @@ from raydist.node.load import LoadReader, gpu_loads
 from raydist.shared.events import Event, Events
 from tests.cluster.test_placement import node
 from tests.recovery.fake_group import job
+from tests.waiting import wait_until
 
 DAY_S = 86400.0
 GPU = {"util": 0.97, "memory": (71234567890, 85899345920), "power_w": 687, "temp_c": 61}
@@ -64,15 +65,11 @@ class VitalsRun:
 
     def wait_for(self, *kinds: str) -> dict[str, Event]:
         """Return the first event of each of these kinds."""
-        end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end:
-            if {event["kind"] for event in self.seen} >= set(kinds):
-                return {
-                    kind: next(event for event in self.seen if event["kind"] == kind)
-                    for kind in kinds
-                }
-            time.sleep(0.01)
-        raise AssertionError(f"only {self.seen}")
+        wait_until(
+            lambda: {event["kind"] for event in self.seen} >= set(kinds),
+            lambda: f"{kinds}, only {self.seen}",
+        )
+        return {kind: next(event for event in self.seen if event["kind"] == kind) for kind in kinds}
 
 
 def answer(rank: int, reply: Future[Any]) -> None:
@@ -96,8 +93,7 @@ def test_both_are_told_of_what_answers(tmp_path: Path) -> None:
 def test_a_silent_node_is_asked_once_and_nothing_is_said_after_the_end(tmp_path: Path) -> None:
     run = VitalsRun(tmp_path, 3, dict, answer)
     with run.vitals:
-        while run.calls.count(0) < 3:
-            time.sleep(0.01)
+        wait_until(lambda: run.calls.count(0) >= 3, "three calls to rank 0")
     assert run.calls.count(2) == 1
     count = len(run.seen)
     time.sleep(0.2)
@@ -113,8 +109,7 @@ def test_a_failure_is_one_warning_and_the_other_kind_goes_on(tmp_path: Path) -> 
     run = VitalsRun(tmp_path, 1, broken, answer)
     with run.vitals:
         events = run.wait_for("warning", "nodes")
-        while run.calls.count(0) < 4:
-            time.sleep(0.01)
+        wait_until(lambda: run.calls.count(0) >= 4, "four calls to rank 0")
     assert events["warning"]["text"] == "no more pace events: RuntimeError: no such thing"
     assert [event["kind"] for event in run.seen].count("warning") == 1
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from raydist.node import fork_launcher, kept_server
 from raydist.settings.config import Job, Target
 from raydist.shared.events import read_events
 from tests.leftovers import alive, ended, remaining_processes, server_folders
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 WORDS = ("scale=1x2", "watch.progress=none")
@@ -101,10 +101,7 @@ def test_the_end_of_a_program_waits_for_no_server_that_is_stopped(
 
 def test_an_idle_server_ends(tmp_path: Path) -> None:
     one = fork_launcher.ForkServer.launch(tmp_path / "f", "fork", 1, idle_s=0.2)
-    until = time.monotonic() + 30
-    while one.alive() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not one.alive()
+    wait_until(lambda: not one.alive(), "the server has ended")
     assert not one.folder.exists()
 
 

@@ -25,7 +25,7 @@ from raydist.shared.outcome import End
 from tests.cluster.test_placement import node
 
 PATIENCE_S = 10.0
-"""Longest wait of a test for something that takes no time."""
+"""Maximum wait for something that takes no time."""
 
 
 def job(ranks: int = 2) -> Job:
@@ -33,8 +33,11 @@ def job(ranks: int = 2) -> Job:
 
 
 class FakeGroup:
-    """Notes each request. GetNews stays open until the test answers it; `replies` answers others,
-    or nothing does."""
+    """A worker group that notes each request.
+
+    GetNews stays open until the test answers it. `replies` answers other requests; those without an
+    entry stay open.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class FakeGroup:
         there = [node(i) for i in range(1, ranks + 1)]
         self.plan = placement.assign_ranks(placement.resources_for(job(ranks), there), there)
         self.hosts = self
-        """It plays its hosts too."""
+        """The group stands in for its hosts too."""
         self.rendezvous, self.standby, self.first_world_size = Rendezvous(), reserve, ranks
         self.replies = dict(replies or {})
         self.calls: list[tuple[int, Request[Any]]] = []
@@ -54,12 +57,12 @@ class FakeGroup:
         self.cut: set[str] = set()
         """Nodes that accept no connection."""
         self.connecting, self.reconnect = threading.Event(), threading.Event()
-        """A connection to such a node is tried; it fails once the second is set."""
+        """The first is set when a connection to such a node is tried; it fails once the second is set."""
         self.recorded: dict[int, RecordedEnd] = {}
-        """How ranks have ended, as their nodes know."""
+        """How ranks ended, as recorded on their nodes."""
         self.values: dict[int, Any] = {}
         self.away: dict[str, float] = {}
-        """Nodes that are drained, each with its deadline."""
+        """Nodes that are being drained, each with its deadline."""
         self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {
             rank: queue.SimpleQueue() for rank in range(ranks)
         }
@@ -104,7 +107,7 @@ class FakeGroup:
 
 
 class Trial:
-    """A supervisor in a thread of its own, over ranks that the test plays."""
+    """A supervisor in a separate thread, with ranks that the test plays."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class Trial:
             cast("WorkerGroup", self.group), self.events, self.logs, settings, retry
         )
         self.ahead: dict[int, float] = {}
-        """By rank: the seconds by which the clock of its node is ahead of the driver's."""
+        """Seconds by which the clock of a rank's node is ahead of the driver's, by rank."""
         self._ends: list[End] = []
         self._thread = threading.Thread(
             target=lambda: self._ends.extend(self.supervisor.run()), daemon=True
@@ -137,7 +140,7 @@ class Trial:
         self.events.__exit__()
 
     def now(self, rank: int) -> float:
-        """Seconds since the epoch on the clock of the node of this rank."""
+        """Return the time on the clock of this rank's node, in seconds since the epoch."""
         return time.time() + self.ahead.get(rank, 0.0)
 
     def answer(
@@ -149,7 +152,7 @@ class Trial:
         within_s: float = PATIENCE_S,
         **more: Any,
     ) -> None:
-        """The agent of this rank answers the call that is open. queue.Empty: none is within
+        """Answer the open call to the agent of this rank. Raises queue.Empty if none arrives within
         `within_s`."""
         now = self.now(rank)
         news = RankNews(
@@ -160,33 +163,33 @@ class Trial:
     def end(
         self, rank: int, *events: Event, code: int = 0, signum: int = 0, step: int = 0, **more: Any
     ) -> None:
-        """The agent of this rank answers that its process is gone."""
+        """Answer the open call to the agent of this rank: its process has ended."""
         stopped = any(rank in ranks for ranks, _ in self.group.stops)
         end = RankEnd(code, signum, self.now(rank), step=step, phase="forward", told=stopped)
         self.answer(rank, *events, step=step, end=replace(end, **more))
 
     def fail(self, rank: int, error: Exception) -> None:
-        """The call that is open fails."""
+        """Let the open call to the agent of this rank fail."""
         self.group.open[rank].get(timeout=PATIENCE_S).set_exception(error)
 
     def stopped(self) -> tuple[list[int], float]:
-        """Wait for the next stop; its ranks and its grace period."""
+        """Wait for the next stop; return its ranks and its grace period."""
         assert self.group.stopped.wait(PATIENCE_S), "no stop was sent"
         self.group.stopped.clear()
         return self.group.stops[-1]
 
     def ends(self) -> Sequence[End]:
-        """Wait for the supervisor to return."""
+        """Wait for the supervisor to return, and return the ends."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the supervisor still waits"
         return self._ends
 
     def cause(self) -> End:
-        """The end of the rank that failed first."""
+        """Return the end of the rank that failed first."""
         first = first_cause(self._ends)
         assert first is not None, "no rank failed"
         return first
 
     def kinds(self, *kinds: str) -> list[Event]:
-        """The events of these kinds, in order."""
+        """Return the events of these kinds, in order."""
         return [event for event in self.seen if event["kind"] in kinds]

@@ -34,6 +34,7 @@ from raydist.shared.outcome import Attempt, End
 from raydist.shared.signals import stoppable
 from tests.recovery.fake_group import Trial
 from tests.reporting.folds import fold_figures
+from tests.waiting import wait_until
 
 PEER_GONE = "[/gloo/transport/tcp/pair.cc:561] Connection closed by peer [::1]:1."
 
@@ -74,13 +75,11 @@ def test_the_actors_that_host_no_agent_start_once_the_ranks_have_run_for_a_while
     monkeypatch.setattr("raydist.recovery.supervisor.OTHERS_S", 0.3)
     with Trial(tmp_path) as trial:
         trial.answer(0, event("joined", rank=0, pid=0))
-        time.sleep(0.5)
+        time.sleep(0.5)  # longer than OTHERS_S
         assert trial.group.settled == 0  # not all have met
         trial.answer(1, event("joined", rank=1, pid=1))
-        until = time.monotonic() + 10
-        while not trial.group.settled and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        wait_until(lambda: trial.group.settled, "the other actors are started")
+        time.sleep(0.1)  # time to start them again, by mistake
         trial.end(0)
         trial.end(1)
         trial.ends()
@@ -333,8 +332,7 @@ def test_drained_nodes_are_left_after_a_step_of_all_ranks(tmp_path: Path, often:
     with Trial(tmp_path, replies=STEPS) as trial:
         trial.answer(0, event("begin", rank=0, resumed=0))
         trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
-        while len(trial.group.recipients(StopAfter)) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(trial.group.recipients(StopAfter)) == 2, "both ranks are to stop")
         trial.answer(1, event("left", rank=1, step=6), step=6)
         assert trial.group.stops == []
         trial.answer(0, event("left", rank=0, step=6), step=6)
@@ -352,8 +350,7 @@ def test_nodes_that_join_are_used_after_a_step_of_all_ranks(tmp_path: Path, ofte
     standby = SimpleNamespace(growth=lambda: "3 nodes now, 2 before")
     with Trial(tmp_path, replies=STEPS, reserve=standby) as trial:
         trial.answer(0, event("begin", rank=0, resumed=0))
-        while len(trial.group.recipients(StopAfter)) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(trial.group.recipients(StopAfter)) == 2, "both ranks are to stop")
         for rank in (0, 1):
             trial.answer(rank, event("left", rank=rank, step=6), step=6)
         assert trial.stopped() == ([0, 1], 0.0)
@@ -389,8 +386,7 @@ def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(
 ) -> None:
     with Trial(tmp_path) as trial:
         trial.group.away = {trial.group.plan.slots[1].node.id: time.time() + 90}
-        while not trial.kinds("notice"):
-            time.sleep(0.01)
+        wait_until(lambda: trial.kinds("notice"), "the notice")
         trial.end(1, signum=11)
         trial.stopped()
         trial.end(0, signum=9)
@@ -457,11 +453,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raydist.recovery.supervisor.LOOK_S", 0.05)
 
 
-def wait_for(trial: Trial, kind: str, part: str) -> None:
-    until = time.monotonic() + 10
-    while not any(part in event.get("text", "") for event in trial.kinds(kind)):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+def wait_for_text(trial: Trial, kind: str, part: str) -> None:
+    """Return once an event of this kind has a text with this part."""
+    wait_until(lambda: any(part in event.get("text", "") for event in trial.kinds(kind)), part)
 
 
 @pytest.mark.usefixtures("short")
@@ -475,7 +469,7 @@ def test_an_agent_that_is_silent_is_named_and_the_training_goes_on_without_it(
             for rank in (0, 2):
                 trial.answer(rank, step=step)
             time.sleep(0.02)
-        wait_for(trial, "warning", "the agent of rank 1 on")
+        wait_for_text(trial, "warning", "the agent of rank 1 on")
         assert trial.group.stops == []
         trial.answer(1, step=39)  # it goes on: it is not named any more
         for rank in (0, 1, 2):
@@ -527,7 +521,7 @@ def test_a_node_that_is_cut_off_is_left_to_ray_which_moves_its_actors(tmp_path: 
     with Trial(tmp_path) as trial:
         trial.group.cut = {trial.group.plan.slots[1].node.id}
         trial.end(0)
-        wait_for(trial, "warning", "the agent of rank 1 on")
+        wait_for_text(trial, "warning", "the agent of rank 1 on")
         assert trial.group.connecting.wait(10)
         trial.group.reconnect.set()
         time.sleep(0.3)

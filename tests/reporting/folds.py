@@ -1,4 +1,4 @@
-"""The readers of events, over a list of events."""
+"""Readers of events, applied to a list of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydist.shared.events import Event
 
 
 def fold_failures(events: Iterable[Event]) -> list[Failure]:
-    """The failures of a run."""
+    """Return the failures of a run."""
     failures = Failures()
     for event in events:
         failures.add(event)
@@ -18,8 +18,8 @@ def fold_failures(events: Iterable[Event]) -> list[Failure]:
 
 
 def fold_figures(events: Iterable[Event], now: float | None = None) -> Figures:
-    """The figures of a run. `now`: its end in seconds since the epoch; without it the time of the
-    last event."""
+    """Return the figures of a run. `now` is its end in seconds since the epoch; without it the run ends
+    with the last event."""
     figures = Figures()
     for event in events:
         figures.add(event)

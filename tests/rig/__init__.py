@@ -1,4 +1,4 @@
-"""Real hosts on one machine: own addresses, NICs, names, files and processes, and a Ray cluster on
+"""Hosts on one machine, with separate addresses, NICs, names, files and processes, and a Ray cluster on
 them. (driver)
 
     with hosts(3) as rig:
@@ -6,9 +6,9 @@ them. (driver)
         rig.hosts[0].run(["python", "-m", "raydist.train", "scale=cluster"])
         rig.cut(rig.hosts[2])
 
-Each host is a set of Linux namespaces. Its NICs are cabled to a switch, which is a network
-namespace of its own: the machine's firewall and bridges have no say between hosts, and all of the
-rig that this machine sees is one NIC `rig<n>` and one folder. `python -m tests.rig 3` gives a shell
+Each host is a set of Linux namespaces. Its NICs are connected to a switch in a separate network
+namespace, so the firewall and bridges of the machine do not act between hosts. The machine itself
+sees only one NIC `rig<n>` and one folder. `python -m tests.rig 3` gives a shell
 on the first of three hosts. Needs root and iproute2.
 """
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.rig.namespaces import CAPTURED, IPC, MOUNT, NET, UTS, Space, finish
 
-# Hosts of one kernel share its boot id, so UCX and MPICH take them for one and use shared memory:
-# each gets its own.
+# Hosts of one kernel share its boot id, so UCX and MPICH take them for one host and use shared memory.
+# Each host gets another boot id.
 _MOUNTS = """
 mount --make-rprivate /
 mount -t proc proc /proc
@@ -29,7 +29,7 @@ cat /etc/hostname >/proc/sys/kernel/hostname
 ip link set lo up
 """
 
-# The trap of every Docker machine: a bridge that is up, with the same address on each host. The
+# A trap on every machine with Docker: a bridge that is up, with the same address on each host. The
 # veth pair stands for a container; without one the bridge would have no carrier.
 _DOCKER0 = [
     "link add docker0 up type bridge",
@@ -41,11 +41,10 @@ _DOCKER0 = [
 
 @dataclass
 class Host:
-    """One host. The first NIC is the one that Ray, the default route and the other hosts'
-    /etc/hosts use.
+    """A host. Ray, the default route and the other hosts' /etc/hosts use its first NIC.
 
-    Its disk is `folder`: home, tmp, and what its /etc has of its own. The rest of /etc is a copy of
-    this machine's.
+    Its disk is `folder`: home, tmp, and the files in /etc that differ from this machine's; the rest of
+    /etc is a copy.
     """
 
     name: str
@@ -56,12 +55,12 @@ class Host:
     space: Space = field(init=False)
 
     def boot(self) -> None:
-        """Bring the host up with what is on its disk; again after kill()."""
+        """Start the host with the contents of its disk; also after kill()."""
         self.space = Space(MOUNT | UTS | IPC | NET, _MOUNTS, folder=self.folder)
         try:
             for nic, address in self.addresses.items():
-                # The same hardware address after each boot, or the others talk to the old one for a
-                # minute.
+                # The same hardware address after each boot: otherwise the other hosts send to the
+                # old one for a minute.
                 far_end = (
                     f"peer name {nic} address {_mac(address)} netns /proc/{self.space.pid}/ns/net"
                 )
@@ -73,21 +72,20 @@ class Host:
             raise
 
     def kill(self) -> None:
-        """A power cut: off the network first, so that no connection is closed politely, then all
+        """Cut the power: first the network, so that no connection is closed properly, then all
         processes at once."""
         self.switch.ip(*(f"link del {self.port(nic)}" for nic in self.addresses))
         self.end()
 
     def end(self) -> None:
-        """Kill every process of the host and return when they are gone; harmless when it is
-        down."""
+        """Kill every process of the host and wait for their end; do nothing if it is down."""
         self.space.end()
 
     def popen(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a program here: a direct child, so signals and exit status are its own. `env` adds
-        to the host's."""
+        """Start a program on this host as a direct child, so that it gets signals and gives its exit
+        status. `env` is added to the host's environment."""
         return self.space.spawn(argv, env={**self.environment, **(env or {})}, **options)
 
     def run(
@@ -109,39 +107,39 @@ class Host:
         return self.addresses[nic or next(iter(self.addresses))]
 
     def port(self, nic: str) -> str:
-        """The switch's end of the cable."""
+        """Return the NIC at the switch's end of the cable."""
         return f"{self.name}-{nic}"
 
     @property
     def root(self) -> Path:
-        """The host's files as a test may read and write them: /etc, /sys, /proc, /dev/shm and /run
-        are its own."""
+        """The root folder of the host, to read and write; /etc, /sys, /proc, /dev/shm and /run differ
+        from this machine's."""
         return Path(f"/proc/{self.space.pid}/root")
 
     def bytes(self, nic: str) -> tuple[int, int]:
-        """(received, sent) by one NIC since boot."""
+        """Return the bytes (received, sent) by one NIC since boot."""
         counters = self.root / "sys/class/net" / nic / "statistics"
         return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
 
     def processes(self) -> dict[int, str]:
-        """Command line by process id, both as seen inside; process 1, which only holds the host up,
-        is left out."""
+        """Return command lines by process id, both as seen on the host, without process 1, which only
+        keeps the namespaces."""
         lines = {}
         for entry in (self.root / "proc").glob("[0-9]*"):
             try:
                 lines[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
             except (FileNotFoundError, ProcessLookupError):
-                continue  # ended while we looked
+                continue  # race: it has just ended
         return {pid: line for pid, line in lines.items() if pid != 1}
 
 
-def furnish(folder: Path, known: str, token: str) -> dict[str, str]:
+def write_disk(folder: Path, hosts: str, token: str) -> dict[str, str]:
     """Write the disk of a host, and return the environment that its programs get."""
-    # 127.0.1.1 for the own name is what Debian and Ubuntu install: who looks up the own name gets
-    # an address of no use.
+    # Debian and Ubuntu install 127.0.1.1 for a host's own name: a lookup of that name gives a useless
+    # address.
     files = {
         "etc/hostname": f"{folder.name}\n",
-        "etc/hosts": f"127.0.0.1 localhost\n127.0.1.1 {folder.name}\n{known}",
+        "etc/hosts": f"127.0.0.1 localhost\n127.0.1.1 {folder.name}\n{hosts}",
         "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
         "etc/resolv.conf": "",
         "etc/machine-id": f"{uuid.uuid4().hex}\n",

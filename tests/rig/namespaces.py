@@ -1,4 +1,4 @@
-"""Linux namespaces that live as long as the process that made them, and programs started inside.
+"""Linux namespaces that exist as long as the process that made them, and programs inside them.
 (driver)"""
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Space:
     """New namespaces of the given kinds and for processes. They end, with everything inside, when
     process 1 does.
 
-    Process 1 is a `cat` that reads a pipe of which only we hold the other end: whatever ends us,
-    kill -9 included, ends the pipe, the cat and all the rest. Orphans fall to it; since it ignores
-    SIGCHLD the kernel reaps them (a shell's `trap '' CHLD` does not last through exec). With
-    zombies left, `ray stop` takes 23 s instead of 1.5.
+    Process 1 is a `cat` that reads a pipe whose other end only this process holds. Whatever ends this
+    process, even SIGKILL, closes the pipe and so ends the cat and everything else. The cat adopts
+    orphans; since it ignores SIGCHLD, the kernel reaps them (a shell's `trap '' CHLD` does not last
+    through exec). With zombies `ray stop` would take 23 s instead of 1.5.
     """
 
     def __init__(self, kinds: int, setup: str, folder: Path | None = None) -> None:
@@ -42,7 +42,7 @@ class Space:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
-        # Its own session, or Ctrl-C at the terminal would end it before the with blocks do.
+        # A separate session: otherwise Ctrl-C would end it before the `with` blocks do.
         self._one = _spawn(
             None, kinds, ["sh", "-c", script], cwd=folder, start_new_session=True, **pipes
         )
@@ -56,7 +56,7 @@ class Space:
 
     @property
     def pid(self) -> int:
-        """Of process 1, as seen from outside."""
+        """The id of process 1, as seen from outside."""
         return self._one.pid
 
     @property
@@ -69,7 +69,7 @@ class Space:
         return self._inside[-1]
 
     def ip(self, *lines: str) -> None:
-        """Run lines of `ip` here; the paths in them are those of the machine, so `netns
+        """Run lines of `ip` inside. Paths in them are those of the machine, so `netns
         /proc/<pid>/ns/net` works."""
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
@@ -82,7 +82,7 @@ class Space:
             raise RuntimeError(f"ip {'; '.join(lines)}: {output.strip()}")
 
     def end(self) -> None:
-        """Kill everything inside and return when it is gone. Harmless the second time."""
+        """Kill everything inside and wait for its end; do nothing the second time."""
         if self._one.returncode is not None:
             return
         self._one.kill()
@@ -93,7 +93,7 @@ class Space:
 
 
 class CommandFailed(subprocess.CalledProcessError):
-    """A command on a host ended with another status than 0; what it said last is in the message."""
+    """A command on a host failed. The message has the end of its output."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{(self.stdout or '')[-2000:]}{(self.stderr or '')[-4000:]}"
@@ -120,15 +120,15 @@ def _spawn(
 ) -> subprocess.Popen[str]:
     """Start a direct child in the namespaces of a process (its pidfd), or in new ones.
 
-    nsenter would put itself between: signals sent to it never arrive, and killing it leaves the
-    program running.
+    nsenter would be a process in between: signals to it would not arrive, and killing it would leave
+    the program running.
     """
     folder = options.pop("cwd", None) or os.getcwd()
     own = os.pidfd_open(os.getpid())
 
     def go() -> None:
         enter(space, kinds)
-        os.chdir(folder)  # whoever enters a mount namespace stands in its /
+        os.chdir(folder)  # entering a mount namespace changes the directory to its /
 
     enter(space, PID)  # holds for the children of this thread only
     try:

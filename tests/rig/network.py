@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.rig.host import Host, furnish
+from tests.rig.host import Host, write_disk
 from tests.rig.namespaces import CAPTURED, NET, CommandFailed, Space, finish
 
 # Values for ray_up(env=...): a silent host is declared dead after 5 s instead of 62. Ray's default
@@ -30,7 +30,7 @@ _RAY_PORT = 6379
 
 @dataclass
 class Rig:
-    """The hosts, the switch between them and what can be done to both."""
+    """The hosts and the switch between them."""
 
     hosts: Sequence[Host]
     switch: Space
@@ -38,17 +38,17 @@ class Rig:
     ray_address: str = ""
 
     def cut(self, host: Host, nic: str | None = None) -> None:
-        """Pull the cable at the switch: the host sees no carrier and nobody gets a reset. All NICs
-        without `nic`."""
-        self.switch.ip(*(f"link set {host.port(each)} down" for each in _chosen(host, nic)))
+        """Pull the cable of a NIC, or of all, at the switch: the host loses its carrier, and no
+        connection is reset."""
+        self.switch.ip(*(f"link set {host.port(each)} down" for each in _nics(host, nic)))
 
     def restore(self, host: Host, nic: str | None = None) -> None:
-        self.switch.ip(*(f"link set {host.port(each)} up" for each in _chosen(host, nic)))
+        self.switch.ip(*(f"link set {host.port(each)} up" for each in _nics(host, nic)))
 
     def slow(self, host: Host, rate: str, nic: str | None = None) -> None:
-        """Limit a NIC both ways, in tc's words: `100mbit`. Raises NotImplementedError where the
-        kernel can't."""
-        for each in _chosen(host, nic):
+        """Limit the rate of a NIC, or of all, in both directions, like tc: `100mbit`. Raises
+        NotImplementedError if the kernel cannot."""
+        for each in _nics(host, nic):
             for space, device in ((self.switch, host.port(each)), (host.space, each)):
                 words = (
                     f"tc qdisc replace dev {device} root tbf rate {rate} burst 64kb latency 100ms"
@@ -64,7 +64,7 @@ class Rig:
         Ray's own processes."""
         head, *others = self.hosts
         self.ray_address = f"{head.address()}:{_RAY_PORT}"
-        address = f"--dashboard-host={head.address()}"  # by this machine too, with the token
+        address = f"--dashboard-host={head.address()}"  # so that this machine reaches it too, with the token
         first = [
             f"--port={_RAY_PORT}",
             f"--include-dashboard={str(dashboard).lower()}",
@@ -76,8 +76,7 @@ class Rig:
             try:
                 finish(starting)
             except CommandFailed:
-                # Ray gives a new node 30 s to be known at the head, and a machine that is busy with
-                # more may need them.
+                # Ray gives a new node 30 s to register at the head, which a busy machine may exceed.
                 finish(host.popen([*_RAY, "stop"], **CAPTURED))
                 finish(self._ray_join(host, cpus, env))
         for host in self.hosts:
@@ -85,7 +84,7 @@ class Rig:
         return self.ray_address
 
     def ray_join(self, host: Host, cpus: int = 2, env: Mapping[str, str] | None = None) -> None:
-        """Start Ray on one more host, or again on one that was killed and booted."""
+        """Start Ray on one more host, or on one that was killed and booted again."""
         finish(self._ray_join(host, cpus, env))
 
     def _ray_join(
@@ -106,11 +105,11 @@ class Rig:
 
 @contextmanager
 def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
-    """Make `count` hosts, each with these NICs on a subnet (10.<n>.<position of the NIC>.0/24) and
-    a switch of its own.
+    """Make `count` hosts with these NICs, each NIC on a separate switch and subnet
+    (10.<n>.<position of the NIC>.0/24).
 
-    Nothing of them is left after the block. If this process is killed, the kernel ends them with
-    it, and the next rig removes the folder.
+    The block cleans up at its end. If this process is killed, the kernel ends the hosts with it, and
+    the next rig removes the folder.
     """
     _sweep()
     with ExitStack() as stack:
@@ -124,7 +123,7 @@ def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
         )  # no longer: the path of a socket of Ray's ends at 107 bytes
         folder.mkdir(mode=0o700)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        rig = Rig(_furnish(count, nics, number, folder, switch), switch, f"10.{number}.0.254")
+        rig = Rig(_make_hosts(count, nics, number, folder, switch), switch, f"10.{number}.0.254")
         for host in rig.hosts:
             host.boot()
             stack.callback(host.end)
@@ -132,8 +131,8 @@ def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
 
 
 def _plug_in(switch: Space, nic: str) -> int:
-    """Connect this machine to the first switch by a NIC named after a number nobody uses: its name
-    is the lock."""
+    """Connect this machine to the first switch by a NIC that is named after an unused number; the name
+    of the NIC is the lock."""
     taken = _ip("-4 route show table all").stdout
     for number in (n for n in range(80, 250) if f" 10.{n}." not in f" {taken}"):
         result = _ip(
@@ -152,7 +151,7 @@ def _plug_in(switch: Space, nic: str) -> int:
     )
 
 
-def _furnish(
+def _make_hosts(
     count: int, nics: Sequence[str], number: int, folder: Path, switch: Space
 ) -> list[Host]:
     result = []
@@ -170,7 +169,7 @@ def _furnish(
         ]
         known = "".join(others + each_nic)
         result.append(
-            Host(name, addresses, folder / name, switch, furnish(folder / name, known, token))
+            Host(name, addresses, folder / name, switch, write_disk(folder / name, known, token))
         )
     return result
 
@@ -178,9 +177,8 @@ def _furnish(
 def _ray_start(
     host: Host, cpus: int, words: list[str], env: Mapping[str, str] | None
 ) -> subprocess.Popen[str]:
-    # A node takes the temp dir of the head unless it is given its own, and 256 MiB of object store
-    # is enough for tests. The log monitor sends workers' output to drivers that want it; it takes
-    # more than a second of CPU to start.
+    # A node would use the temporary folder of the head. 256 MiB of object store are enough for tests.
+    # The log monitor sends workers' output to drivers; its start takes more than a second of CPU.
     own = [f"--temp-dir={host.environment['RAY_TMPDIR']}/ray", f"--object-store-memory={2**28}"]
     own += [
         f"--node-ip-address={host.address()}",
@@ -191,8 +189,7 @@ def _ray_start(
 
 
 def _sweep() -> None:
-    """Remove the folders of rigs that were killed: their NIC is gone, since it dies with its
-    rig."""
+    """Remove the folders of killed rigs: those without a NIC, since the NIC ends with its rig."""
     for folder in Path(tempfile.gettempdir()).glob("rig*"):
         if not Path("/sys/class/net", folder.name).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -202,5 +199,5 @@ def _ip(words: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
     return finish(subprocess.Popen(["ip", *words.split()], text=True, **CAPTURED), check=check)
 
 
-def _chosen(host: Host, nic: str | None) -> list[str]:
+def _nics(host: Host, nic: str | None) -> list[str]:
     return [nic] if nic else list(host.addresses)

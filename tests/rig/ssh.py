@@ -1,4 +1,4 @@
-"""Hosts of a rig as bare as bought ones: ssh, a login shell, Python, and no way to the internet.
+"""Hosts of a rig as bare as rented ones: ssh, a login shell, Python, and no internet access.
 (driver)"""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ requires_ssh = pytest.mark.skipif(
     reason="ray up logs in to hosts: apt-get install openssh-server rsync",
 )
 
-# A /tmp of its own: Ray keeps ssh's connections and the cluster's state there, under names that all
-# hosts share. "$@": what of the old one the host needs.
+# A separate /tmp: Ray keeps ssh's connections and the cluster's state there, under names that all
+# hosts share. "$@" are the folders below the old one that the host needs.
 _OWN_TMP = """
 mkdir -p /run/old /run/sshd
 mount --bind /tmp /run/old
@@ -43,8 +43,8 @@ PasswordAuthentication no
 StrictModes no
 """
 
-# No internet: all that raydist needs is there. `false` is how pip is told not to fetch what builds
-# a package.
+# No internet access: everything that raydist needs is installed. `false` stops pip from fetching what
+# builds a package.
 _PIP = """
 [global]
 no-index = true
@@ -55,7 +55,7 @@ no-deps = true
 
 
 def key_pair(folder: Path, name: str) -> tuple[Path, str]:
-    """A private key, and the public one as a line of authorized_keys."""
+    """Make a private key; return it, and the public one as a line of authorized_keys."""
     folder.mkdir(exist_ok=True)
     key = folder / name
     subprocess.run(
@@ -64,8 +64,8 @@ def key_pair(folder: Path, name: str) -> tuple[Path, str]:
     return key, key.with_suffix(".pub").read_text()
 
 
-def settle(host: Host, *profile: str) -> None:
-    """Give a host a /tmp of its own, and root a home and a shell there. `profile`: lines for login
+def prepare_logins(host: Host, *profile: str) -> None:
+    """Give a host a separate /tmp, and root a home and a shell. `profile` has lines for login
     shells."""
     needed = (host.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
     kept = [str(folder) for folder in needed if folder.is_relative_to("/tmp")]
@@ -78,8 +78,8 @@ def settle(host: Host, *profile: str) -> None:
     write(home / ".bashrc", "")
 
 
-def open_door(host: Host, allowed: str) -> None:
-    """Let who has the key log in as root."""
+def start_sshd(host: Host, allowed: str) -> None:
+    """Start sshd; the owner of the allowed key may log in as root."""
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(host.folder / "host_key")],
         check=True,
@@ -92,9 +92,9 @@ def open_door(host: Host, allowed: str) -> None:
     )
 
 
-def bring_packages(host: Host) -> None:
-    """Give the machine's own Python the packages of the tests' environment, as an image with torch
-    would."""
+def mount_packages(host: Host) -> None:
+    """Mount the packages of the tests' environment for the machine's own Python, as an image with torch
+    has them."""
     ask = "import json, site; print(json.dumps(site.getsitepackages()[0]))"
     own = json.loads(host.run([f"{sys.base_prefix}/bin/python3", "-c", ask]).stdout)
     there = next(path for path in sys.path if path.endswith("site-packages"))

@@ -18,7 +18,7 @@ import yaml
 from tests.conftest import ROOT
 from tests.rig import Host, Rig, hosts, requires_root
 from tests.rig.namespaces import CAPTURED, finish
-from tests.rig.ssh import bring_packages, key_pair, open_door, requires_ssh, settle
+from tests.rig.ssh import key_pair, mount_packages, prepare_logins, requires_ssh, start_sshd
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -50,12 +50,12 @@ def rig() -> Iterator[Rig]:
     with hosts(4, nics=("eth0",)) as rig:
         for host in rig.hosts:
             (host.folder / "home/.ray/auth_token").unlink()
-            settle(host, QUICK_END, "export RAY_health_check_timeout_ms=6000")
-            bring_packages(host)
+            prepare_logins(host, QUICK_END, "export RAY_health_check_timeout_ms=6000")
+            mount_packages(host)
         *nodes, own = rig.hosts
         _, public = key_pair(own.folder / "home/.ssh", "id_ed25519")
         for node in nodes:
-            open_door(node, public)
+            start_sshd(node, public)
         check_out(own, rig)
         yield rig
 

@@ -69,7 +69,7 @@ def runnable() -> Iterator[tuple[tuple[str, ...], int]]:
     """The commands of the pages that can be typed here, each with each number of ranks; one without
     ranks once."""
     seen = {frozenset(short("raydist.train", *words)) for words in choices()}
-    for shown in commands.shown():
+    for shown in commands.commands_on_pages():
         if any(re.search(pattern, shlex.join(shown)) for pattern in NOT_HERE):
             continue
         words = short(*small(shown))
@@ -113,7 +113,7 @@ def test_a_command_of_the_pages(
 
 
 def test_what_is_left_out_or_made_small_is_on_the_pages() -> None:
-    shown = [shlex.join(words) for words in commands.shown()]
+    shown = [shlex.join(words) for words in commands.commands_on_pages()]
     patterns = [*NOT_HERE, *MADE_SMALL, SERVES]
     assert [
         pattern for pattern in patterns if not any(re.search(pattern, text) for text in shown)

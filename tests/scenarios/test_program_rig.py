@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
+from tests.leftovers import poll_until_empty
 from tests.mpi_programs import (
     KILLED,
     MPICH,
@@ -226,20 +227,20 @@ def run_mpi(rig: Rig, home: Path, *words: str, code: int = 0) -> tuple[str, Path
     return screen, folder, json.loads((folder / "result.json").read_text())
 
 
-def nothing_left(rig: Rig) -> list[str]:
-    """Processes of MPI or of ranks on any host; ten seconds for them to go."""
-    until, left = time.monotonic() + 10, ["?"]
-    while left and time.monotonic() < until:
-        time.sleep(0.1)
-        words = ("mpirun", "prte", "hydra", "mpi_child", "forkserver", ".py")
-        left = [
+def remaining(rig: Rig) -> list[str]:
+    """Return the processes of MPI or of ranks that still run on any host after ten seconds."""
+    words = ("mpirun", "prte", "hydra", "mpi_child", "forkserver", ".py")
+
+    def find() -> list[str]:
+        return [
             line
             for host in rig.hosts
             for line in host.processes().values()
             if any(word in line for word in words)
             and "ray" not in line.replace("raydist", "").replace(str(host.folder), "")
         ]
-    return left
+
+    return poll_until_empty(find, 10)
 
 
 @requires_mpi
@@ -251,7 +252,7 @@ def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
     assert [
         host.bytes("ib0")[1] - sent < 1000 for host, sent in zip(rig.hosts, before, strict=True)
     ] == [True] * 3
-    assert nothing_left(rig) == []
+    assert remaining(rig) == []
 
 
 @requires_mpi
@@ -288,7 +289,7 @@ def test_a_killed_rank_of_another_host_is_the_culprit(rig: Rig, home: Path) -> N
         "host1",
         9,
     )
-    assert nothing_left(rig) == []
+    assert remaining(rig) == []
 
 
 @requires_mpi
@@ -299,7 +300,7 @@ def test_mpich_too(rig: Rig, home: Path) -> None:
     assert logs == [[str(rank), "6", "15", f"host{rank // 2}", str(rank % 2)] for rank in range(6)]
     _, _, result = run_mpi(rig, home, "script=killed.py", *HYDRA, code=1)
     assert (result["cause"]["rank"], result["cause"]["signal"]) == (3, signal.SIGKILL)
-    assert nothing_left(rig) == []
+    assert remaining(rig) == []
 
 
 @requires_mpi
@@ -325,4 +326,4 @@ def test_ctrl_c_ends_it_on_all_hosts(rig: Rig, home: Path) -> None:
         time.sleep(0.1)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(20) == 130
-    assert nothing_left(rig) == []
+    assert remaining(rig) == []

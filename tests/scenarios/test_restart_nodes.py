@@ -32,7 +32,7 @@ ROOM = 8 << 30
 container."""
 
 
-def furnish(host: Host) -> None:
+def write_files(host: Host) -> None:
     """A memory cgroup that a test may fill."""
     host.run(["mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup"])
     (host.root / "sys/fs/cgroup/memory.stat").write_text("inactive_file 0\nactive_file 0\n")
@@ -49,7 +49,7 @@ def use(host: Host, share: float) -> None:
 def rig() -> Iterator[Rig]:
     with hosts(3) as rig:
         for host in rig.hosts:
-            furnish(host)
+            write_files(host)
         rig.ray_up(cpus=2, env=ENV)
         yield rig
 

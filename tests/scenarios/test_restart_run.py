@@ -203,7 +203,7 @@ def test_the_ranks_are_told_how_often_they_were_restarted(on_ray: Path) -> None:
         # a rank that finishes while another still connects makes that one fail
         torch.distributed.barrier()
         raydist.report(step=1)
-        faults.suffer(kill(0, 1))
+        faults.add_faults(kill(0, 1))
         faults.strike(1)
         return os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
 

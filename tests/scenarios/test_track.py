@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -35,6 +34,7 @@ from tests import trackers
 from tests.faults import Fault, training
 from tests.leftovers import processes_of
 from tests.programs import Program
+from tests.waiting import wait_until
 
 ALL = "track=[tensorboard,mlflow,wandb,trackio]"
 JOB = """
@@ -185,8 +185,9 @@ def test_a_tracker_that_cannot_costs_one_warning(
             if "track-trackio.log" in os.readlink(f"/proc/{each.pid}/fd/2")
         ]
         killed.kill()
-        while not list((tmp_path / "run" / "wandb").glob("offline-run-*")):
-            time.sleep(0.05)
+        wait_until(
+            lambda: list((tmp_path / "run" / "wandb").glob("offline-run-*")), "W&B's first file", 60
+        )
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").write_text("no folder")

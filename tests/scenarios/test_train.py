@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.leftovers import processes_of
+from tests.leftovers import alive, processes_of
 from tests.programs import Program
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 LONG = ("train.epochs=100000", "train.evaluate_every=0", "checkpoint.every=100000")
@@ -133,9 +133,7 @@ def test_a_signal_at_any_time_leaves_nothing(tmp_path: Path, ray_address: str, w
     if when == "while ranks train":
         program.wait_for_step(1)
     else:
-        until = time.monotonic() + 60
-        while not list(tmp_path.glob("runs/*/*/events.jsonl")) and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: list(tmp_path.glob("runs/*/*/events.jsonl")), "a run folder", 60)
     program.signal(signal.SIGTERM)
     assert program.wait(60) == 143
     assert program.leftovers() == []
@@ -150,10 +148,7 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(
     pids = [happened["pid"] for happened in program.events("began")]
     program.signal(signal.SIGKILL)
     program.wait(30)
-    until = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    wait_until(lambda: not any(map(alive, pids)), "all ranks have ended")
     if local:
         assert program.leftovers(within=40) == []
 

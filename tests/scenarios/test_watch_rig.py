@@ -24,6 +24,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.rig import Rig, hosts, requires_root
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
 PATIENCE_S = 90.0
@@ -172,11 +173,7 @@ def submitted(rig: Rig) -> str:
 
 
 def wait_for_folder(rig: Rig) -> None:
-    """Until the driver of the job has linked its run folder into Ray's logs, which the page
+    """Return once the driver of the job has linked its run folder into Ray's logs, which the page
     reads."""
-    end = time.monotonic() + PATIENCE_S
-    while not list(
-        rig.hosts[0].folder.glob("tmp/ray/session_*/logs/raydist/watche[d]")
-    ):  # a pattern: it dangles here
-        assert time.monotonic() < end, "the job has no run folder"
-        time.sleep(0.1)
+    link = "tmp/ray/session_*/logs/raydist/watche[d]"  # a pattern: the link dangles here
+    wait_until(lambda: list(rig.hosts[0].folder.glob(link)), "a run folder of the job", PATIENCE_S)

@@ -90,7 +90,7 @@ class Training:
         ]  # some hosts or devices are slow
         for _ in range(self.choose.randrange(20, 400)):
             (chosen,) = self.choose.choices(range(2 * self.size), likely)
-            self.hosts[chosen].go() if chosen < self.size else self.devices[
+            self.hosts[chosen].run_turn() if chosen < self.size else self.devices[
                 chosen - self.size
             ].advance()
         self.devices[self.choose.randrange(self.size)].queue.clear()
@@ -159,7 +159,7 @@ class Resized(Training):
         self.choose.shuffle(order)
         for turn in range(100_000):
             (chosen,) = self.choose.choices(range(2 * self.size), likely)
-            self.hosts[chosen].go() if chosen < self.size else self.devices[
+            self.hosts[chosen].run_turn() if chosen < self.size else self.devices[
                 chosen - self.size
             ].advance()
             if turn >= requested and len(limits) < self.size and self.choose.random() < 0.1:
