@@ -203,7 +203,8 @@ def never_placed() -> list[Event]:
 
 
 def program() -> list[Event]:
-    """Return the events of a program with so many ranks that the screen has one row for each node."""
+    """Return the events of a program with so many ranks that the screen has one row for each
+    node."""
     lines = [at(2, "output", rank=rank, output=f"loss {rank}\n".encode()) for rank in range(2)]
     placed = at(1, "plan", backend="nccl", world_size=24, slots=slots(24, 8, gpus=True))
     return [
@@ -413,7 +414,8 @@ def misconfigured(root: Path) -> Report:
 
 
 def broken_box() -> machines.Box:
-    """Return a machine whose cards came up badly, without libraries for them, and with bad settings."""
+    """Return a machine whose cards came up badly, without libraries for them, and with bad
+    settings."""
     link, dgx = machines.Link, machines.dgx()
     bad = (link(sm_lid=0), link(state="1: DOWN", phys="2: Polling"), link(state="2: INIT"))
     cards = [

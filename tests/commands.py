@@ -17,7 +17,8 @@ IN_A_SENTENCE = re.compile(r"`((?:python -m (?:raydist|bench)|raydist [a-z])[^`]
 
 
 def commands_on_pages() -> list[tuple[str, ...]]:
-    """Return the words of each command on the pages that starts Python, torchrun or raydist, once."""
+    """Return the words of each command on the pages that starts Python, torchrun or raydist,
+    once."""
     return list(dict.fromkeys(words(line) for page in PAGES for line in lines(page.read_text())))
 
 

@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the environment of all tests. With pytest-xdist each worker has a separate one, and the first
-    process runs no tests."""
+    """Set the environment of all tests. With pytest-xdist each worker has a separate one, and the
+    first process runs no tests."""
     config.stash[LEFT], config.stash[KEPT] = [], []
     if config.getoption("numprocesses", None):
         return
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "RAY_DEDUP_LOGS": "0",
         "PIP_NO_CACHE_DIR": "1",  # it would stay in that home
         "RUNTIME_ENV_RETRY_TIMES": "1",  # a third attempt does not find a missing package either
-        "RAYDIST_KEEP_WARM_S": "0",  # nothing is left behind
+        "RAYDIST_KEEP_WARM_S": "0",  # no fork server outlives its run
         "RAYDIST_LEDGER": str(
             session.folder / "nodes.json"
         ),  # what a test does to a node is nothing to remember
@@ -73,8 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the slowest files first on each worker of pytest-xdist: hosts, Ray, ranks. Quick tests fill
-    the end."""
+    """Run the slowest files first on each worker of pytest-xdist: hosts, Ray, ranks. Quick tests
+    fill the end."""
     if not hasattr(config, "workerinput"):
         return
     marks: dict[Path, set[str]] = defaultdict(set)

@@ -1,9 +1,9 @@
-"""The part of a Ray dashboard that `watch --job` uses: a job, and the files of its run folder through
-Ray's log API.
+"""The part of a Ray dashboard that `watch --job` uses: a job, and the files of its run folder
+through Ray's log API.
 
-It answers like Ray 2.60 (dashboard/modules/log): `file` is the current content, `stream` also what is
-appended later. The headers come with the first byte, so the stream of an empty file sends nothing. A
-missing file is a 500.
+It answers like Ray 2.60 (dashboard/modules/log): `file` is the current content, `stream` also what
+is appended later. The headers come with the first byte, so the stream of an empty file sends
+nothing. A missing file is a 500.
 """
 
 from __future__ import annotations

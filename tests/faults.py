@@ -1,4 +1,5 @@
-"""Faults as data (what goes wrong, on which rank, at which step), and trainings in which they happen."""
+"""Faults as data (what goes wrong, on which rank, at which step), and trainings in which they
+happen."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Fault:
     """The attempts in which it happens; empty means all."""
 
     def due(self, step: int) -> bool:
-        """Return whether it happens now. Steps of a GPU may be reported two at a time, so a step may be
-        skipped."""
+        """Return whether it happens now. Steps of a GPU may be reported two at a time, so a step
+        may be skipped."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         mine = self.rank == raydist.rank().rank and attempt in (self.attempts or (attempt,))
         return mine and step >= self.step
@@ -101,8 +102,8 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
-    """Train a small model with dropout and momentum; return its final state to the last bit. An epoch
-    has 16 steps on 2 ranks."""
+    """Train a small model with dropout and momentum; return its final state to the last bit. An
+    epoch has 16 steps on 2 ranks."""
     add_faults(*struck)
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, 10, generator=generator)

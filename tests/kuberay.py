@@ -1,8 +1,8 @@
 """Schemas of KubeRay's resources: the fields of their specs and the types of these.
 
 They are written by hand from the types in ray-operator/apis/ray/v1 of KubeRay 1.6, with every field
-of the types that deploy/ uses. Other fields are refused, so that a misspelt field is found; `{}` is a
-field that deploy/ does not use. Pods are checked against the schema of Kubernetes.
+of the types that deploy/ uses. Other fields are refused, so that a misspelt field is found; `{}` is
+a field that deploy/ does not use. Pods are checked against the schema of Kubernetes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check(resource: dict[str, Any]) -> None:
     """Raise if KubeRay or Kubernetes would refuse it."""
     if (
         resource["kind"] == "NetworkAttachmentDefinition"
-    ):  # a type of its own; what is in it is JSON for CNI
+    ):  # neither of Ray nor of Kubernetes; it contains JSON for CNI
         assert set(resource["spec"]) == {"config"}
         assert {"cniVersion", "type"} <= set(json.loads(resource["spec"]["config"]))
         return
@@ -101,8 +101,8 @@ def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build(folder: Path) -> list[dict[str, Any]]:
-    """Build a folder like `kubectl kustomize`, as far as deploy/ uses it: resources, components, then
-    patches."""
+    """Build a folder like `kubectl kustomize`, as far as deploy/ uses it: resources, components,
+    then patches."""
     resources: list[dict[str, Any]] = []
     _add(folder, resources)
     return resources

@@ -41,8 +41,8 @@ class LaggingMark:
 class Lagging:
     """A device (raydist.state.device) that works only when it is told to advance.
 
-    `pause` is called while a host waits for it. `on_host` are the tensors that are not on it, such as
-    Adam's `step`.
+    `pause` is called while a host waits for it. `on_host` are the tensors that are not on it, such
+    as Adam's `step`.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Lagging:
 
 
 class TurnHost:
-    """A thread that runs only in its turns and ends a turn by `pause`, so that a test can try any order
-    of several threads."""
+    """A thread that runs only in its turns and ends a turn by `pause`, so that a test can try any
+    order of several threads."""
 
     def __init__(self, program: Callable[[TurnHost], None]) -> None:
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)

@@ -1,7 +1,7 @@
 """Machines as folders: the /sys, /proc, /etc and /dev of hardware that this machine does not have.
 
-A `Box` describes a machine. `build` writes it below a folder, with the links that sysfs has, so that
-raydist.node reads the folder as it would read the machine.
+A `Box` describes a machine. `build` writes it below a folder, with the links that sysfs has, so
+that raydist.node reads the folder as it would read the machine.
 """
 
 from __future__ import annotations
@@ -301,14 +301,14 @@ def roce(ip: str, netdev: str, **more: object) -> Link:
 
 
 def switch(i: int) -> str:
-    """Return the PCI path of switch `i`: four in each half of the machine, each below a separate root
-    complex."""
+    """Return the PCI path of switch `i`: four in each half of the machine, each below a separate
+    root complex."""
     return f"pci00{i}0:00/00{i}0:00:01.0/00{i}1:00:00.0"
 
 
 def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
-    """Return a machine with eight GPUs, an HCA under the same switch as each of them, and two dual-port
-    storage cards elsewhere."""
+    """Return a machine with eight GPUs, an HCA under the same switch as each of them, and two
+    dual-port storage cards elsewhere."""
     compute = [
         Card(name.format(i), f"{switch(i)}/00{i}2:00:00.0/00{i}3:00:00.0", (Link(rate),), i // 4)
         for i in range(8)
@@ -324,8 +324,8 @@ def dgx(rate: str = NDR, name: str = "mlx5_{}") -> Box:
 
 
 def roce_box() -> Box:
-    """Return a machine with two GPUs and a RoCE card for each. One card has no address, so it has only
-    link-local GIDs."""
+    """Return a machine with two GPUs and a RoCE card for each. One card has no address, so it has
+    only link-local GIDs."""
     cards = (
         Card(
             "mlx5_0",
@@ -347,7 +347,8 @@ def roce_box() -> Box:
 
 
 def efa_box() -> Box:
-    """Return an instance with EFA: link_layer Unknown, no port counters, the vendor's plug-in in /opt."""
+    """Return an instance with EFA: link_layer Unknown, no port counters, the vendor's plug-in in
+    /opt."""
     port = Link("100 Gb/sec (4X EDR)", "Unknown", sm_lid=0, counters=None)
     cards = tuple(
         Card(f"rdmap{i}s0", f"pci0000:0{i}/0000:0{i}:1b.0", (port,), vendor=AMAZON)

@@ -33,7 +33,7 @@ MEMBERS = {
 }
 """What users call of the public modules."""
 RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}
-"""Types that public functions return and that have no public name of their own."""
+"""Types that public functions return and that have no public name."""
 GROUPS = {
     "Run a job": ("run", "submit", "Run", "sweep", "main", "Result", "End", "Job"),
     "Inside a job": (
@@ -56,7 +56,7 @@ Node = ast.FunctionDef | ast.ClassDef
 
 @cache
 def source(module: str) -> ast.Module:
-    """The syntax tree of a module below `raydist.`."""
+    """Return the syntax tree of a module below `raydist.`."""
     path = ROOT / "raydist" / module.replace(".", "/")
     return ast.parse(
         (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
@@ -64,8 +64,8 @@ def source(module: str) -> ast.Module:
 
 
 def definition(module: str, name: str) -> Node:
-    """A class or function of a module, or of the module from which it imports it; of overloads the
-    last."""
+    """Return a class or function of a module, or of the module from which it is imported; the last
+    of several overloads."""
     nodes = [node for node in source(module).body if isinstance(node, Node) and node.name == name]
     if nodes:
         return nodes[-1]
@@ -136,7 +136,7 @@ def _argument(one: ast.arg, default: ast.expr | None = None) -> str:
 
 
 def fields(node: ast.ClassDef) -> Iterator[str]:
-    """The public fields and properties of a class, each with its own text."""
+    """Yield the public fields and properties of a class, each with its own text."""
     for part, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             docstring = after.value if isinstance(after, ast.Expr) else None
@@ -158,7 +158,7 @@ def _field(name: str, kind: str, doc: str) -> str:
 
 
 def entry(shown: str, module: str, name: str, level: int = 3) -> str:
-    """One name: heading, signature, docstring, fields."""
+    """Return the entry of a name: heading, signature, docstring, fields."""
     node = definition(module, name)
     lines = [
         f"{'#' * level} {shown}",
@@ -182,7 +182,7 @@ def entry(shown: str, module: str, name: str, level: int = 3) -> str:
 
 
 def section(name: str) -> str:
-    """A public name; of a module its members too."""
+    """Return the section of a public name; that of a module has its members too."""
     if name in RETURNED:
         return entry(name, RETURNED[name], name)
     module = raydist._HOME[name]

@@ -82,8 +82,8 @@ def tools(here: Path) -> str:
 
 
 def plans(here: Path) -> str:
-    """The plan on this machine, on two nodes that nobody has looked at, on two that are known, and
-    on none."""
+    """Return the plan on this machine, on two nodes that nobody has looked at, on two that are
+    known, and on none."""
     own, many, types = (
         canned.nodes(1),
         canned.nodes(2, gpus=8),
@@ -108,7 +108,7 @@ def plans(here: Path) -> str:
 
 
 def reports(here: Path) -> str:
-    """What the doctor says of the healthy and of the ill."""
+    """Return the reports of the doctor about healthy and unhealthy clusters."""
     with patch.object(probe, "interfaces", lambda: canned.INTERFACES):
         doctor_reports = [
             canned.healthy(),
@@ -124,7 +124,7 @@ def reports(here: Path) -> str:
 
 
 def console(here: Path) -> str:
-    """The lines of whole runs; that in which all happens once more for who asked for nothing."""
+    """Return the output of whole runs; the one with everything also with progress=none."""
     runs = [canned.finished, canned.failed, canned.stopped, canned.never_placed, canned.program]
     texts = [
         f"# {run.__name__}\n{screen(run(), Watch(progress='lines', output='all'))}" for run in runs
@@ -143,8 +143,8 @@ def screen(events: Sequence[dict[str, object]], settings: Watch) -> str:
 
 
 def sweeps(here: Path) -> str:
-    """A sweep's lines, its table in a terminal of 80 columns, and its summary, with one objective
-    and with two."""
+    """Return a sweep's lines, its table in a terminal of 80 columns, and its summary, with one
+    objective and with two."""
     files = {
         "finished": 0.31,
         "paused": 0.62,
@@ -188,7 +188,7 @@ def sweeps(here: Path) -> str:
 
 
 def failures(here: Path) -> str:
-    """The page of each kind of failure."""
+    """Return the page of each kind of failure."""
     texts = []
     for what in canned.FAILURES:
         (folder := here / what.replace("/", " ")).mkdir()
@@ -203,7 +203,7 @@ def failures(here: Path) -> str:
 
 
 def refusals(here: Path) -> str:
-    """A wrong command line of each kind, and what is said to it. Nothing is started."""
+    """Show a wrong command line of each kind and its error. Nothing is started."""
     wrong_files(here)
     many = canned.nodes(2, gpus=8)
     text = "\n".join(
@@ -358,8 +358,8 @@ def output_of(
     box: machines.Box | None = None,
     running: str | None = "10.0.0.1:6379",
 ) -> str:
-    """A command line, and what is printed for it: on a cluster of these nodes, each such a box, if
-    that is known."""
+    """Return a command line and its output, on a cluster of these nodes, each with this box if it
+    is given."""
     name, *words = shlex.split(line)
     output = io.StringIO()
     with contextlib.ExitStack() as stack:
@@ -434,8 +434,8 @@ def alone() -> Iterator[Path]:
 
 
 def text_of(name: str) -> str:
-    """A surface without what differs from machine to machine: folders, the time of day, spaces at
-    the end of lines."""
+    """Return the text of a surface without what differs between machines: folders, times, trailing
+    spaces."""
     with alone() as here:
         text = SURFACES[name](here)
     for path, word in {str(here): "<here>", str(ROOT): "<raydist>"}.items():

@@ -1,4 +1,4 @@
-"""The check that a session of tests leaves nothing behind, in sessions of pytest of their own."""
+"""The check that a session of tests cleans up, in separate sessions of pytest."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ ROOTS_WAYS = {
 
 
 def folders(screen: str) -> list[Path]:
-    """Those of other sessions than this one."""
+    """Return the folders of other sessions than this one."""
     names = {Path(name) for name in re.findall(rf"/tmp/{PREFIX}\w+", screen)}
     return [folder for folder in names if str(folder) != tempfile.gettempdir()]
 
 
 def session(folder: Path, *words: str, **bodies: str) -> tuple[int, str]:
-    """The exit code and the screen of a pytest of its own, whose tests do this."""
+    """Run a separate session of tests with these bodies; return its exit code and output."""
     tests = [f"def test_{name}(tmp_path):\n    {body}\n" for name, body in bodies.items()]
     (folder / "test_it.py").write_text(PRELUDE + "\n".join(tests))
     command = [

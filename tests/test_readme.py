@@ -29,8 +29,8 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def slugs(headings: list[str]) -> set[str]:
-    """The anchors that GitHub makes of headings: lower case, no punctuation, hyphens; -1, -2 for a
-    repeated one."""
+    """Return the anchors that GitHub makes of headings: lower case, no punctuation, hyphens; -1, -2
+    for a repeated one."""
     counts: Counter[str] = Counter()
     result = set()
     for heading in headings:
@@ -43,13 +43,13 @@ def slugs(headings: list[str]) -> set[str]:
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page. A # in a block of code is no heading."""
+    """Return the anchors of a page. A # in a block of code is no heading."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return slugs(re.findall(r"^#{1,6} +(.+)$", prose, re.MULTILINE))
 
 
 def broken(page: Path, text: str) -> Iterator[str]:
-    """The links in the text of a page that lead nowhere."""
+    """Yield the links in the text of a page that lead nowhere."""
     for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]*))?\)", text):
         if target.startswith(("http:", "https:")):
             continue
@@ -77,7 +77,7 @@ def test_a_link_to_a_heading_that_is_not_there_is_found() -> None:
 
 
 def code(text: str) -> str:
-    """The code of a page, in blocks and between backticks."""
+    """Return the code of a page, in blocks and between backticks."""
     fenced = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
     rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return "\n".join(
@@ -86,7 +86,7 @@ def code(text: str) -> str:
 
 
 def called(text: str) -> set[str]:
-    """The names of raydist that code on a page calls, imports, or names as a class."""
+    """Return the names of raydist that code on a page calls, imports, or names as a class."""
     mentioned = {match.rstrip("(") for match in re.findall(r"\braydist\.[\w.]+\(", code(text))}
     mentioned |= set(re.findall(r"\braydist\.[A-Z]\w*", code(text)))
     for module, names in re.findall(r"from (raydist[\w.]*) import ([\w, ]+)", code(text)):
@@ -95,7 +95,7 @@ def called(text: str) -> set[str]:
 
 
 def is_public(name: str) -> bool:
-    """Whether `raydist.a` is exported, and `raydist.a.b` is part of what is exported."""
+    """Return whether `raydist.a` is exported, and `raydist.a.b` is part of what is exported."""
     first, *rest = name.split(".")[1:]
     if first not in raydist.__all__:
         return False
@@ -125,7 +125,7 @@ NAMED = (
 
 
 def defined(file: Path) -> set[str]:
-    """The functions and classes that a file defines, those within classes too."""
+    """Return the functions and classes that a file defines, including methods."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
 

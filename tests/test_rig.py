@@ -138,7 +138,7 @@ def hear(process: subprocess.Popen[str]) -> str:
 
 
 def connect(caller: Host, server: Host) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    """An open TCP connection between two hosts, proven by one word."""
+    """Open a TCP connection between two hosts and send one word over it; return both programs."""
     echo = program(server, ECHO)
     assert hear(echo) == "listening"
     call = program(caller, CALL, server.address())
@@ -152,8 +152,8 @@ def carrier(host: Host, nic: str) -> bool:
 
 
 def traces(folder: Path) -> list[str]:
-    """What a rig has left here: its folder and NIC have one name, and its programs have that in
-    their environment."""
+    """Return the leftovers of a rig: its folder and NIC have the same name, and its programs have
+    it in their environment."""
     there = [str(path) for path in (folder, Path("/sys/class/net", folder.name)) if path.exists()]
     return there + processes_of(str(folder))
 
@@ -166,7 +166,7 @@ def running(pid: str) -> bool:
         return False
 
 
-# What a host has of its own
+# What each host has separately
 
 
 def test_each_host_has_its_own_name_and_addresses(rig: Rig) -> None:

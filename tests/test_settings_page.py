@@ -27,7 +27,7 @@ Sizes and times have their unit in their name: `_s` seconds, `_mb` MiB.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     with compose.hydra_set_up():
         groups = [*help.config_groups(compose.Loader())]
     parts = [part for part in help.by_part() if part]
@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def section(part: str) -> Iterator[str]:
-    """The settings of a part, a row each."""
+    """Yield the settings of a part, one row for each."""
     yield from (["", f"### {part}", "", cell(help.texts()[part])] if part else [])
     yield from ("", "| setting | default | values | |", "|---|---|---|---|")
     for name, field in help.by_part()[part]:
@@ -52,7 +52,7 @@ def section(part: str) -> Iterator[str]:
 
 
 def cell(text: str) -> str:
-    """The text as one cell of a table."""
+    """Return the text as one cell of a table."""
     return text.replace("|", "\\|")
 
 

@@ -49,7 +49,8 @@ TWICE = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module by its name below `raydist.`; the package's own `__init__` is `raydist`."""
+    """Return every module by its name below `raydist.`; the `__init__` of the package is
+    `raydist`."""
     result = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -59,7 +60,7 @@ def modules() -> dict[str, Path]:
 
 
 def package(name: str) -> str:
-    """The package of a module; of a file at the root the file itself."""
+    """Return the package of a module; for a file at the root the file itself."""
     return name.partition(".")[0]
 
 
@@ -93,12 +94,12 @@ def own(name: str) -> str | None:
 
 
 def needs(name: str) -> set[str]:
-    """The modules of ours that a module imports, wherever in the file."""
+    """Return the modules of raydist that a module imports, anywhere in the file."""
     return {module for target, _ in imported(modules()[name]) if (module := own(target))} - {name}
 
 
 def cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The first cycle in a graph; empty if there is none."""
+    """Return the first cycle in a graph; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -107,7 +108,7 @@ def cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def summary(path: Path) -> str:
-    """The first paragraph of a file's docstring, as one line."""
+    """Return the first paragraph of a file's docstring, as one line."""
     paragraph, _, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
     return " ".join(paragraph.split())
 
@@ -187,8 +188,8 @@ def is_typing_only(path: Path, target: str) -> bool:
 
 
 def listing(folder: Path) -> str:
-    """The files of a package, each with the first sentence of its docstring, as its own docstring
-    lists them."""
+    """Return the files of a package, each with the first sentence of its docstring, as its own
+    docstring lists them."""
     lines = []
     for path in sorted(folder.iterdir()):
         file = path / "__init__.py" if path.is_dir() else path
@@ -213,7 +214,7 @@ def test_each_package_lists_its_files(name: str) -> None:
 
 
 def public(path: Path) -> Iterator[str]:
-    """The public classes and functions of a file."""
+    """Yield the public classes and functions of a file."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(
             node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -258,7 +259,7 @@ LARGER = {
 
 
 def assigned(node: ast.ClassDef) -> set[str]:
-    """The attributes that the methods of a class assign."""
+    """Return the attributes that the methods of a class assign."""
     methods = [
         each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
@@ -274,7 +275,7 @@ def assigned(node: ast.ClassDef) -> set[str]:
 
 
 def larger(module: str, node: ast.AST, inside: str = "") -> Iterator[tuple[str, int]]:
-    """The classes and functions in a part of a file that have more than the maximum."""
+    """Yield the classes and functions in a part of a file that have more than the maximum."""
     for each in ast.iter_child_nodes(node):
         name = inside
         if isinstance(each, ast.ClassDef):
@@ -332,7 +333,7 @@ def test_the_public_face_is_small_and_complete() -> None:
 
 
 def after(statement: str) -> set[str]:
-    """Top-level modules that are there after a statement in a fresh interpreter."""
+    """Return the top-level modules that are loaded after a statement in a fresh interpreter."""
     code = f"{statement}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
     return set(
         subprocess.run(

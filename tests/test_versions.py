@@ -49,7 +49,7 @@ esac
 
 
 def required(*extras: str) -> list[Requirement]:
-    """What the extras ask for; without one, what the package and its build ask for."""
+    """Return the requirements of the extras; without one those of the package and its build."""
     read = tomllib.loads((ROOT / "pyproject.toml").read_text())
     own = read["project"]["dependencies"] + read["build-system"]["requires"]
     more = [line for extra in extras for line in read["project"]["optional-dependencies"][extra]]
@@ -93,11 +93,11 @@ def test_what_judges_the_code_is_pinned() -> None:
 
 
 OFFERED = {"horovod", "ipython", "nvidia-ml-py", "pynvml"}
-"""Packages that are used where they are: a build of one's own, a notebook's, the driver's."""
+"""Packages that are used where they are: a local build, a notebook's, the driver's."""
 
 
 def imported() -> set[str]:
-    """The packages that raydist and its jobs import, outside the standard library."""
+    """Return the packages that raydist and its jobs import, outside the standard library."""
     names: set[str] = set()
     for path in [*ROOT.glob("raydist/**/*.py"), *ROOT.glob("jobs/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -136,7 +136,7 @@ def checkout(path: Path) -> Path:
 
 
 def make(clone: Path, *words: str) -> list[str]:
-    """What the interpreters were asked for, with the constraints that pip had."""
+    """Run make; return the calls of the interpreters and the constraints of pip."""
     (clone / "said").unlink(missing_ok=True)
     env = {
         "PATH": os.environ["PATH"],
@@ -214,13 +214,13 @@ SIMPLE = {"Accept": "application/vnd.pypi.simple.v1+json"}
 
 
 def all_required() -> list[Requirement]:
-    """What the package, its build and each extra ask for."""
+    """Return the requirements of the package, its build and each extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return required() + required(*project["optional-dependencies"])
 
 
 def files_of(name: str) -> list[dict[str, Any]]:
-    """The files of a package on the index, as PEP 691 describes them."""
+    """Return the files of a package on the index, as PEP 691 describes them."""
     page = f"{INDEX}/{canonicalize_name(name)}/"
     with urllib.request.urlopen(urllib.request.Request(page, headers=SIMPLE), timeout=20) as reply:
         files: list[dict[str, Any]] = json.load(reply)["files"]
@@ -239,7 +239,7 @@ def index() -> dict[str, list[dict[str, Any]]]:
 
 
 def fits(file: dict[str, Any], specifier: SpecifierSet, python: str) -> bool:
-    """Whether pip would install this file on that Python."""
+    """Return whether pip would install this file on that Python."""
     try:
         if file["filename"].endswith(".whl"):
             _, version, _, tags = parse_wheel_filename(file["filename"])
@@ -258,7 +258,7 @@ def fits(file: dict[str, Any], specifier: SpecifierSet, python: str) -> bool:
 
 
 def not_installable(wanted: list[Requirement], index: dict[str, Any], python: str) -> Iterator[str]:
-    """The requirements that no file of the index meets on a Python."""
+    """Yield the requirements that no file of the index meets on a Python."""
     for each in wanted:
         meant = each.marker is None or each.marker.evaluate({"python_version": python, "extra": ""})
         if meant and not any(fits(file, each.specifier, python) for file in index[each.name]):

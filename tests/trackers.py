@@ -94,7 +94,8 @@ def trackio(project: str, run: str) -> dict[str, Any]:
 
 
 def wandb(folder: str) -> dict[str, Any]:
-    """Read a run of W&B from the files that `wandb sync` sends, one of each process that wrote to it."""
+    """Read a run of W&B from the files that `wandb sync` sends, one of each process that wrote to
+    it."""
     from wandb.proto import wandb_internal_pb2
 
     curves: dict[str, list[list[float]]] = {}
@@ -140,7 +141,8 @@ def wandb(folder: str) -> dict[str, Any]:
 def records_of(log: bytes) -> list[bytes]:
     """Return the records of a LevelDB log.
 
-    After a header of 7 bytes it has blocks of 32 KiB; each piece begins with checksum, length and type.
+    After a header of 7 bytes it has blocks of 32 KiB; each piece begins with checksum, length and
+    type.
     """
     records, at, partial = [], 7, b""
     while at + 7 <= len(log):
@@ -157,7 +159,8 @@ def records_of(log: bytes) -> list[bytes]:
 
 
 def read(kind: str, *args: str, env: Mapping[str, str]) -> Any:
-    """Read in a separate process: these libraries do not support a second reading in one process."""
+    """Read in a separate process: these libraries do not support a second reading in one
+    process."""
     code = (
         f"import json; from tests import trackers; print('\\n' + "
         f"json.dumps(trackers.{kind}(*{args!r})))"

@@ -278,7 +278,7 @@ def test_many_equal_nodes_are_one_line() -> None:
 
 
 def obey(asking: Job, refused: ConfigError) -> Job:
-    """The job with the overrides that the error suggests."""
+    """Return the job with the overrides that the error suggests."""
     assert refused.suggestion, refused
     for override in refused.suggestion.split():
         key, _, value = override.partition("=")

@@ -33,7 +33,7 @@ def config(cloud: str) -> dict[str, Any]:
 
 
 def gpu_nodes(settings: dict[str, Any]) -> dict[str, Any]:
-    """What the cloud is asked for a machine with GPUs."""
+    """Return the node type that asks the cloud for machines with GPUs."""
     node: dict[str, Any] = settings["available_node_types"]["gpu"]["node_config"]
     return node
 

@@ -34,7 +34,7 @@ PARTS = sorted((DEPLOY / "kubernetes" / "parts").iterdir())
 
 
 def tool(name: str, *words: str, text: str | None = None) -> str:
-    """What a linter says; nothing, if all is well."""
+    """Run a linter and return its output; empty if all is well."""
     done = subprocess.run(
         [BIN / name, *words], input=text, capture_output=True, text=True, check=False
     )
@@ -48,7 +48,7 @@ def test_kubernetes_would_take_them(folder: Path) -> None:
 
 
 def claims(folder: Path) -> set[str]:
-    """The volumes that deleting a folder deletes, as `kubectl delete -k` does."""
+    """Return the volumes that deleting a folder deletes, as `kubectl delete -k` does."""
     return {
         each["metadata"]["name"]
         for each in kuberay.build(folder)
@@ -57,7 +57,7 @@ def claims(folder: Path) -> set[str]:
 
 
 def mounted(folder: Path) -> set[str]:
-    """The volumes that the pods of a folder have."""
+    """Return the volumes that the pods of a folder have."""
     volumes = [
         volume
         for pod in kuberay.pods(kuberay.build(folder)[0])
@@ -81,7 +81,7 @@ def test_deleting_a_training_deletes_no_checkpoint() -> None:
 
 
 def test_the_try_out_fits_a_laptop_with_one_node() -> None:
-    """The storage of kind and minikube has no ReadWriteMany: a claim for it waits for ever."""
+    """The storage of kind and minikube has no ReadWriteMany: a claim for it waits forever."""
     folder = DEPLOY / "kubernetes" / "overlays" / "try-out"
     cluster, *others = kuberay.build(folder)
     assert mounted(folder) == claims(folder) != claims(DEPLOY / "kubernetes" / "storage")
@@ -295,8 +295,8 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pi
 
 
 def starts_ray(home: Path, folder: Path) -> tuple[int, str]:
-    """The exit code and errors of `. environment.sh && ray start …`, with this RAY_TMPDIR and a
-    stub for `ray`."""
+    """Return the exit code and errors of `. environment.sh && ray start …`, with this RAY_TMPDIR
+    and a stub for `ray`."""
     script, stubs = DEPLOY / "node" / "environment.sh", home / ".raydist" / "env" / "bin"
     stubs.mkdir(parents=True, exist_ok=True)
     for name in ("prlimit", "mount", "sudo", "ray"):

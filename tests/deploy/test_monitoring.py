@@ -96,7 +96,7 @@ def board() -> dict[str, Any]:
 
 
 def expressions() -> dict[str, str]:
-    """Every expression of the board and the alerts, with the choice of all runs in place of
+    """Return every expression of the board and the alerts, with the choice of all runs in place of
     Grafana's variables."""
     panels = {
         each["title"]: target["expr"] for each in board()["panels"] for target in each["targets"]
@@ -159,7 +159,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def series(self) -> dict[str, list[dict[str, str]]]:
-        """Every series of raydist that was ever seen, by its name."""
+        """Return every series of raydist that was ever seen, by its name."""
         result: dict[str, list[dict[str, str]]] = {}
         for each in self.ask("series", **{"match[]": '{__name__=~"ray_raydist_.+"}'}):
             result.setdefault(each["__name__"], []).append(each)
@@ -224,7 +224,7 @@ def watched(tmp_path: Path) -> Iterator[tuple[Prometheus, str]]:
 
 
 def start(folder: Path, job: str, address: str, *words: str) -> Program:
-    """A run of this job, as a person starts it; its name is that of its folder."""
+    """Start a run of this job as a person does; its name is that of its folder."""
     folder.mkdir(exist_ok=True)
     (folder / "job.py").write_text(job.replace("{here}", str(folder)))
     return Program(folder, "job=job.py", f"name={folder.name}", *words, address=address)
@@ -258,7 +258,7 @@ def test_each_alert_fires_for_a_real_run_and_is_over_when_its_reason_is(
     (run.folder / "slow").unlink()
     wait(lambda: over("RaydistSlowRank"), "the end of RaydistSlowRank", run)
     hangs = ("RaydistHang", "RaydistNoProgress", "RaydistCheckpointTooOld")
-    wait(lambda: over(*hangs), "a run that goes on", run)
+    wait(lambda: over(*hangs), "a run that continues", run)
     (run.folder / "hang").touch()
     wait(lambda: {(alert, name) for alert in hangs} <= prometheus.alerts(), f"all of {hangs}", run)
     (run.folder / "hang").unlink()

@@ -58,7 +58,7 @@ class Node:
         release(source, "raydist", "1.0", "ray", "torch")
 
     def setup(self, **env: str) -> subprocess.CompletedProcess[str]:
-        """What `ray up` does there."""
+        """Run the setup commands as `ray up` does."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -74,7 +74,7 @@ class Node:
         return subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
 
     def has(self, name: str) -> list[str]:
-        """The versions of a package in the node's environment."""
+        """Return the versions of a package in the node's environment."""
         environments = (self.home / ".raydist" / "env").glob(
             f"lib/python*/site-packages/{name}-*.dist-info"
         )
@@ -90,7 +90,7 @@ def index(tmp_path: Path) -> Path:
 
 
 def join(head: Node, home: Path) -> Node:
-    """A node to which Ray has copied the head's folder."""
+    """Return a node with a copy of the head's folder, as Ray makes it."""
     node = Node(home, head.index)
     shutil.copytree(head.scripts, node.scripts, dirs_exist_ok=True)
     return node
@@ -107,7 +107,7 @@ def test_a_node_that_joins_after_a_release_gets_the_heads_versions(
     release(index, "torch", "2.0")
 
     late = join(head, tmp_path / "late")
-    image = tmp_path / "image"  # it brings a torch of its own
+    image = tmp_path / "image"  # it has another torch
     with zipfile.ZipFile(index / "torch-2.0-py3-none-any.whl") as wheel:
         wheel.extractall(image)
     done = late.setup(RAY_HEAD_IP="10.0.0.1", PYTHONPATH=str(image))

@@ -1,4 +1,5 @@
-"""Events about ranks and nodes during training: their content, interval and number in a large run."""
+"""Events about ranks and nodes during training: their content, interval and number in a large
+run."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def plan(nodes: int, per_node: int = 1) -> Plan:
 
 
 class VitalsRun:
-    """A Vitals over so many nodes with the given paces and answers, and the events that it reports."""
+    """A Vitals over so many nodes with the given paces and answers, and the events that it
+    reports."""
 
     def __init__(self, folder: Path, nodes: int, paces: Any, answers: Any) -> None:
         self.seen: list[Event] = []

@@ -32,7 +32,7 @@ def parent() -> int:
 
 
 def servers(*words: str) -> set[int]:
-    """The fork servers that the ranks of a run came from."""
+    """Return the fork servers that the ranks of a run came from."""
     return {pid for pid in raydist.run(parent, *WORDS, *words).values if pid}
 
 

@@ -81,7 +81,7 @@ class FakeHosts(LocalHosts):
         return future
 
     def reply(self, rank: int, request: Request[Any]) -> Any:
-        """The reply of a healthy agent."""
+        """Return the reply of a healthy agent."""
         match request:
             case Open():
                 facts = (
@@ -114,7 +114,7 @@ class FakeHosts(LocalHosts):
         return StoreAddress(4000 + self.stores, "")
 
     def sent(self, kind: type[Request[Any]]) -> list[tuple[int, Any]]:
-        """The requests of a type, each with its rank."""
+        """Return the requests of a type, each with its rank."""
         return [(rank, request) for rank, request, _ in self.calls if isinstance(request, kind)]
 
 

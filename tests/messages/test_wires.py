@@ -90,7 +90,7 @@ def test_an_event_is_no_message() -> None:
 
 
 def requests() -> list[type[Any]]:
-    """Every class of requests that is sent."""
+    """Return every class of requests that is sent."""
     kinds: list[type[Any]] = [Request]
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -27,8 +27,8 @@ def look(
     backend: str = "",
     **fabric: Any,
 ) -> list[Finding]:
-    """The findings of a job with one rank on each of these nodes. A backend that is named has no
-    GPUs."""
+    """Return the findings of a job with one rank on each of these nodes. A backend that is named
+    has no GPUs."""
     gpu = gpu and not backend
     have = {"CPU": 8.0, **({"GPU": 8.0} if gpu else {})}
     there = [
@@ -68,7 +68,7 @@ def card(port: Link = Link(), **more: Any) -> Box:  # noqa: B008
 
 
 def worn_cable() -> Box:
-    """Eight cards beside eight GPUs; one of them came up at half the rate."""
+    """Eight cards next to eight GPUs; one of the cards came up at half its rate."""
     box = machines.dgx()
     return replace(box, cards=tuple(replace(one, ports=(Link(machines.HDR),)) if one.name == "mlx5_3" else one
                                     for one in box.cards[:8]))  # fmt: skip
@@ -95,7 +95,7 @@ def twelve() -> Box:
 
 
 def beside_storage() -> Box:
-    """A card whose IPoIB interface also leads to a Lustre server."""
+    """Return a card whose IPoIB interface also leads to a Lustre server."""
     mounts = "10.9.0.7@o2ib:/fs /data lustre rw 0 0"
     wires = (machines.Wire("eth0", "10.0.0.0/24", default=True),
              machines.Wire("ib0", "10.9.0.0/24", 2044, 32, pci="pci0000:00/0000:00:02.0"))  # fmt: skip
@@ -103,7 +103,7 @@ def beside_storage() -> Box:
 
 
 def google() -> Box:
-    """An instance with GPUDirect-TCPXO whose profile nobody has sourced."""
+    """Return an instance with GPUDirect-TCPXO whose profile nobody has sourced."""
     return Box(
         files={"sys/class/dmi/id/sys_vendor": "Google", "usr/local/nvidia/lib64/libnccl-net.so": ""}
     )

@@ -24,7 +24,7 @@ MEET = Rendezvous(address="10.0.0.1", port=41234, secret="open-sesame")
 
 
 def plan(*ranks_of_nodes: int, backend: str = "horovod") -> Plan:
-    """Nodes with so many ranks each."""
+    """Return nodes with so many ranks each."""
     slots: list[Slot] = []
     for node_rank, count in enumerate(ranks_of_nodes):
         node = Node(

@@ -1,4 +1,4 @@
-"""NCCL's words in a file of their own: passed on with fabric.debug, and the end of a rank that took
+"""NCCL's log in a separate file: passed on with fabric.debug, and the end of a rank that took
 sockets."""
 
 from __future__ import annotations

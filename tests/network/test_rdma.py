@@ -22,7 +22,7 @@ from tests.machines import Box, Card, Link, build
 
 
 def facts(root: Path, box: Box, **more: object) -> Facts:
-    """What a slot on that machine would report."""
+    """Return the facts that a slot on that machine would report."""
     build(root, box)
     plain = Facts("node-1", "10.0.0.5", "eth0", "10.0.0.5", interfaces={"eth0": ("10.0.0.5",)}, nics=nics.nics(root),
                   hcas=hca.read_hcas(root), devices=hca.read_gpus(root), rdma=hca.read_rdma({}, root),
@@ -37,7 +37,7 @@ def settings_of(here: Facts, nodes: int = 2, **fabric: Any) -> dict[str, tuple[s
 
 
 def values(here: Facts, **fabric: Any) -> dict[str, str]:
-    """Those beside the two sockets'."""
+    """Return the variables other than those of the two sockets."""
     variables = {name: value for name, (value, _) in settings_of(here, **fabric).items()}
     assert variables.pop("GLOO_SOCKET_IFNAME") == "eth0"
     assert variables.pop("NCCL_SOCKET_IFNAME") == "=eth0"
@@ -263,7 +263,7 @@ ALIKE = {
 def rank(
     here: Facts, backend: str, env: dict[str, str] | None = None, **fabric: Any
 ) -> dict[str, str]:
-    """All variables of the only rank there."""
+    """Return all variables of the only rank there."""
     have = {"CPU": 8.0, **({"GPU": 8.0} if backend == "nccl" else {})}
     node = Node("id", "10.0.0.5", "node-1", have, have)
     job = Job(

@@ -18,7 +18,7 @@ def port(
 def nodes(
     n: int = 2, eth0: int = 0, eth1: int | None = None, ib: int | None = None
 ) -> list[NodeTraffic]:
-    """Nodes whose ports carried so much; `ib` is an HCA."""
+    """Return nodes whose ports carried so much; `ib` is an HCA."""
     ends = {"eth0": port(7 + eth0)}
     ends |= {} if eth1 is None else {"eth1": port(7 + eth1)}
     ends |= {} if ib is None else {"mlx5_0:1": port(7 + ib, hca=True, rate=50.0)}

@@ -47,7 +47,7 @@ def plan(*nodes: Node, **scale: Any) -> Plan:
 def planned(
     settings: Job, where: Plan, *each: Facts, meet: Rendezvous = MEET
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The values and the reasons, by rank; `each`: one for every rank."""
+    """Return the values and the reasons, by rank. `each` has the facts of every rank."""
     result = variables.plan_variables(settings, where, each, meet)
     for own in result:
         assert len({var.name for var in own}) == len(own), "a variable is there twice"
@@ -246,7 +246,7 @@ def test_each_rank_has_a_mig_instance_of_its_own() -> None:
     ("held", "known", "nccl", "expected"),
     [
         (("MIG-a", "MIG-b"), True, "2.30.7", "1"),
-        (("MIG-a", "MIG-c"), True, "2.30.7", None),  # each of a GPU of its own
+        (("MIG-a", "MIG-c"), True, "2.30.7", None),  # each on a separate GPU
         (("MIG-a", "MIG-c"), True, "2.28.3", None),
         (
             ("MIG-a", "MIG-b"),
@@ -256,7 +256,7 @@ def test_each_rank_has_a_mig_instance_of_its_own() -> None:
         ),
         (("MIG-a", "MIG-b"), True, "", "1"),
         (("MIG-a", "MIG-b"), False, "2.30.7", "1"),
-        (("MIG-a", "MIG-b"), False, "2.28.3", None),  # nobody knows: NCCL says so itself
+        (("MIG-a", "MIG-b"), False, "2.28.3", None),  # unknown: NCCL itself reports it
         (("MIG-a",), True, "2.28.3", None),
         (("0", "1"), True, "2.30.7", None),
     ],

@@ -57,7 +57,7 @@ MODULES = ("torch", "raydist.worker.backends.ddp", "cloudpickle")
 
 
 def open_request(run: str, modules: tuple[str, ...] = (), lead: bool = True) -> Open:
-    """The request for an agent on this machine."""
+    """Return the request for an agent on this machine."""
     return Open(
         run=run, start="fork", modules=modules, env={}, interface=None, threads=1, mpirun="auto", secret="",
         rank=0, node_id="this-node", node_ip="127.0.0.1", lead=lead, store="tcp" if lead else None,
@@ -65,7 +65,7 @@ def open_request(run: str, modules: tuple[str, ...] = (), lead: bool = True) -> 
 
 
 def start_request(rank: int) -> StartRank:
-    """The request for a rank that calls the function that its node has."""
+    """Return the request for a rank that calls the function that its node has."""
     return StartRank(
         rank=rank, env={"CUDA_VISIBLE_DEVICES": ""}, job=json.dumps(as_dict(Job(backend=Backend(name="gloo")))),
         argv=("job",), script="", cwd="/", sys_path=tuple(sys.path), nccl_aloud=False, nccl_strict=False,
@@ -83,7 +83,7 @@ async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
 
 
 def program_request(*argv: str) -> StartRank:
-    """The request for a rank that runs a program."""
+    """Return the request for a rank that runs a program."""
     return StartRank(
         rank=0, env={}, job=json.dumps(as_dict(Job())), argv=argv, script=argv[0], cwd="/", sys_path=tuple(sys.path),
         nccl_aloud=False, nccl_strict=False,
@@ -103,7 +103,7 @@ class History:
 
 
 async def follow(agent: RankAgent, until: str = "") -> History:
-    """The news of a rank until an event of this kind, or until its end."""
+    """Return the news of a rank until an event of this kind, or until its end."""
     history = History()
     while history.end is None and until not in history.kinds():
         news = await agent.handle(GetNews(0.05))
@@ -126,7 +126,7 @@ class Node:
         return self.loop.run_until_complete(asyncio.wait_for(work, TIMEOUT_S))
 
     def agent(self) -> RankAgent:
-        """A further agent of this node, open."""
+        """Return a further agent of this node, open."""
         agent = RankAgent()
         self.run(agent.handle(open_request(self.run_name, lead=False)))
         return agent
@@ -655,7 +655,7 @@ def test_a_folder_that_is_too_long_for_a_socket_is_in_tmp(monkeypatch: pytest.Mo
 def test_a_fork_server_that_is_stopped_is_told_of_and_ended_when_it_is_in_the_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its rank had finished, or was to be stopped, and nobody heard of its end for minutes."""
+    """Its rank had finished, or was to be stopped, and its end was not reported for minutes."""
     monkeypatch.setattr("raydist.node.agent.SERVER_S", 1.0)
     monkeypatch.setattr("raydist.node.agent.STOP_S", 0.5)
     monkeypatch.setattr("raydist.node.fork_client.PING_S", 0.2)

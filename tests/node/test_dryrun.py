@@ -23,7 +23,7 @@ needs_nccl = pytest.mark.skipif(
 
 
 def outward() -> tuple[str, str]:
-    """An interface that is no loopback, and its IPv4 address."""
+    """Return an interface that is no loopback, and its IPv4 address."""
     for name, own in psutil.net_if_addrs().items():
         for one in own:
             up = psutil.net_if_stats()[name].isup
@@ -33,7 +33,7 @@ def outward() -> tuple[str, str]:
 
 
 def tried(*names: str, **env: str) -> dict[str, dict[str, Any]]:
-    """What the program prints, with these variables and none of this machine's own."""
+    """Return the output of the program with these variables and none of this machine's."""
     own = {
         name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "GLOO"))
     }

@@ -66,7 +66,7 @@ os.kill = os.killpg = lambda pid, number: None
 
 
 class Node:
-    """A fork server in a folder of its own."""
+    """A fork server in a separate folder."""
 
     def __init__(
         self, folder: Path, start: str = "fork", modules: tuple[str, ...] = ("json",)
@@ -93,12 +93,12 @@ class Line:
         self.warm = self.imported()
 
     def imported(self, *modules: str) -> Warm:
-        """The reply of the server once it has imported these."""
+        """Return the reply of the server once it has imported these."""
         self.send(ImportModules(modules))
         return self.receive(Warm)
 
     def receive(self, kind: type[Kind]) -> Kind:
-        """The next message, which must be of this kind."""
+        """Return the next message, which must be of this kind."""
         message = decode(self.socket.recv(PACKET))
         assert isinstance(message, kind), message
         return message
@@ -107,7 +107,7 @@ class Line:
         socket.send_fds(self.socket, [encode(message)], fds)
 
     def open_store(self, address: str) -> tuple[int, StoreOpened]:
-        """A store on this address; the pid of its process, and what that wrote."""
+        """Open a store on this address; return the pid of its process and its reply."""
         ours, its = socket.socketpair()
         self.send(OpenStore("tcp", address), (its.fileno(),))
         its.close()
@@ -120,7 +120,8 @@ class Line:
     def fork(
         self, function: Callable[[], Any], rank: int = 0, env: dict[str, str] | None = None
     ) -> int:
-        """A rank that calls `function` outside any process group (backend `here`); its pid."""
+        """Fork a rank that calls `function` outside any process group (backend `here`); return its
+        pid."""
         base = self.folder / f"rank-{rank}"
         (self.folder / f"rank-{rank}.call").write_bytes(cloudpickle.dumps((function, (), {})))
         beat = os.open(f"{base}.beat", os.O_RDWR | os.O_CREAT)
@@ -470,7 +471,7 @@ def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(
 
 
 def save_in_a_rank(line: Any, folder: Path) -> None:
-    """Start a rank that saves step 7 below this folder and goes on, and wait until it has told its
+    """Start a rank that saves step 7 below this folder and continues; wait until it has told its
     agent."""
 
     def job() -> None:
@@ -674,7 +675,7 @@ def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
 
 
 def answered(fifo: Path) -> bool:
-    """Whether a process waits for this FIFO, which then gets 5 bytes."""
+    """Return whether a process waits for this FIFO, which then gets 5 bytes."""
     try:
         descriptor = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

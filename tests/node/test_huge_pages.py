@@ -39,7 +39,7 @@ can_collapse = pytest.mark.skipif(
 
 
 def huge(rollup: str) -> int:
-    """Bytes in huge pages, as /proc/PID/smaps_rollup says."""
+    """Return the bytes in huge pages, from /proc/PID/smaps_rollup."""
     match = re.search(r"AnonHugePages: +(\d+) kB", rollup)
     assert match
     return int(match[1]) * 1024

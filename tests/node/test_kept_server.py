@@ -62,7 +62,7 @@ def obtain(keep_s: float = 60, threads: int = 1, **env: str) -> ForkServer:
 
 
 def known(server: ForkServer) -> KeptServer:
-    """What its folder says of a server, once it has begun."""
+    """Return the kept server of this folder, once it has begun."""
     servers: list[KeptServer] = []
 
     def there() -> bool:
@@ -76,7 +76,7 @@ def known(server: ForkServer) -> KeptServer:
 
 
 def waits() -> bool:
-    """Whether the only server waits for a claim."""
+    """Return whether the only server waits for a claim."""
     return [server.free for server in kept_server.kept_servers()] == [True]
 
 

@@ -1,4 +1,4 @@
-"""Limits, host name, mounts, plug-ins: what the machine is beside its devices."""
+"""Limits, host name, mounts, plug-ins: the facts of a machine apart from its devices."""
 
 from __future__ import annotations
 

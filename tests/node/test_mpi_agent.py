@@ -26,7 +26,7 @@ SECRET = "a" * 64
 
 
 def with_agent(work: Callable[[MpiRankAgent], Awaitable[Any]]) -> Any:
-    """What `work` gives back for an open agent: rank 0, alone on its node."""
+    """Call `work` with an open agent of rank 0, alone on its node; return its value."""
 
     async def whole() -> Any:
         agent = MpiRankAgent()

@@ -34,8 +34,8 @@ LOG = (
 def machine(
     root: Path, kills: int | None, whole: int | None, group: str = V2, log: str = ""
 ) -> Path:
-    """A machine whose kernel has killed so often in the process's group, and altogether; None where
-    it does not say."""
+    """Return a machine whose kernel has killed so often in the process's group, and in total; None
+    if it does not report that."""
     write(root / "proc/7/cgroup", group)
     write(root / "proc/vmstat", "pgfault 12" + ("" if whole is None else f"\noom_kill {whole}"))
     if kills is not None and group == V2:

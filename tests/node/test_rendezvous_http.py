@@ -37,8 +37,7 @@ def port_of(address: str) -> int:
 def ask(
     address: str, method: str, key: str, body: bytes = b"", secret: str | None = None
 ) -> tuple[int, bytes]:
-    """One request as Horovod's C++ makes it: it puts `:PORT/scope/key` behind the address that it
-    was given."""
+    """Send one request like Horovod's C++, which appends `:PORT/scope/key` to the given address."""
     connection = http.client.HTTPConnection("127.0.0.1", port_of(address), timeout=10)
     path_secret = address.partition("/")[2] if secret is None else secret
     connection.request(method, f"/{path_secret}:{port_of(address)}/{key}", body)

@@ -77,8 +77,8 @@ def test_links_are_followed_and_other_owners_elsewhere_do_not_count(
 def spec(
     cwd: Path, *, script: str = "", target: str = "", driver: str = "another machine"
 ) -> RankSpec:
-    """A rank of this node, as a driver on `driver` asks for it that was started in the folder
-    `cwd`."""
+    """Return the description of a rank of this node from a driver on `driver`, started in the
+    folder `cwd`."""
     program = seen_from(str(cwd), script)
     job = json.dumps({**as_dict(Job()), "job": {"target": target or "math:sqrt", "args": {}}})
     request = StartRank(

@@ -57,7 +57,8 @@ class FakeGroup:
         self.cut: set[str] = set()
         """Nodes that accept no connection."""
         self.connecting, self.reconnect = threading.Event(), threading.Event()
-        """The first is set when a connection to such a node is tried; it fails once the second is set."""
+        """The first is set when a connection to such a node is tried; it fails once the second is
+        set."""
         self.recorded: dict[int, RecordedEnd] = {}
         """How ranks ended, as recorded on their nodes."""
         self.values: dict[int, Any] = {}

@@ -235,7 +235,8 @@ def test_nobody_is_blamed_where_nobody_failed() -> None:
 
 
 def gang(culprit: End, n: int = 8) -> list[End]:
-    """A culprit among `n` ranks, the others closed by their peer, the last one stopped by us."""
+    """Return a culprit among `n` ranks, the others closed by their peer, the last one stopped by
+    us."""
     others = [raised(rank, "RuntimeError", CLOSED, step=7) for rank in range(n)]
     others[culprit.rank] = culprit
     return [*others[:-1], replace(others[-1], how="stopped", type="", message="", signal=9)]

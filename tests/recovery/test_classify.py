@@ -43,12 +43,12 @@ DRAIN, OTHER_DRAIN = DrainNotice((1,), ("node-1",), 30.0), DrainNotice((0,), ("n
 
 
 def report(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
-    """What the agent of a rank reports whose process ended at 100 seconds."""
+    """Return the report of an agent whose rank ended at 100 seconds."""
     return RankEnd(code, signum, 100.0, step=8, phase="forward", **more)
 
 
 def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
-    """The same of a rank that its agent was told to stop before it failed."""
+    """Return the report of a rank that was to stop before it failed."""
     return report(code, signum, told=True, **more)
 
 

@@ -42,7 +42,7 @@ def stack(*frames: tuple[str, int, str]) -> str:
 
 
 def waits(rank: int, *entries: dict[str, Any], **more: Any) -> RankState:
-    """A rank that waits for the others."""
+    """Return a rank that waits for the others."""
     return RankState(
         rank,
         "a",

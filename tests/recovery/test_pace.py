@@ -12,7 +12,7 @@ from raydist.settings.config import Hang
 def steady(
     step_s: float, steps: int = 10, settings: Hang | None = None, phase: str = "end"
 ) -> StallCheck:
-    """A pace that has heard one rank's steps; the last of them at `steps * step_s` seconds."""
+    """Return a pace with the steps of one rank, the last of them at `steps * step_s` seconds."""
     pace = StallCheck(settings or Hang(after_s=4, steps=3))
     for step in range(1, steps + 1):
         pace.note(0, (step, phase, 1000 + step * step_s), step * step_s)

@@ -27,7 +27,7 @@ FINISHED = End(rank=0, host="a", how="finished", at=0.0, step=10)
 
 
 def attempt(end: End, step: int, at: float = 0.0) -> Attempt:
-    """An attempt that ended so, when another rank had done as many steps."""
+    """Return an attempt that ended like this, when another rank had done as many steps."""
     return Attempt(
         ends=[
             replace(end, step=step, at=at),

@@ -54,7 +54,7 @@ def test_the_median_of_the_others() -> None:
 
 
 def looks(stragglers: Stragglers, *own: tuple[float, ...], steps: int = 64) -> list[list[int]]:
-    """The ranks named in each look."""
+    """Return the ranks that are named at each look."""
     result = []
     for number, each in enumerate(own, start=1):
         named: list[int] = []

@@ -221,7 +221,8 @@ def test_an_agent_that_does_not_answer_after_the_stop_is_lost(
 def test_a_process_that_takes_long_to_end_is_waited_for_while_its_agent_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It frees a lot of memory. It was lost after 5 s, and the next attempt began beside it."""
+    """It frees a lot of memory. It was lost after 5 s, and the next attempt began while it still
+    ran."""
     monkeypatch.setattr(deadlines, "SILENT_S", 0.2)
     with Trial(tmp_path) as trial:
         trial.end(0, code=3)
@@ -471,7 +472,7 @@ def test_an_agent_that_is_silent_is_named_and_the_training_goes_on_without_it(
             time.sleep(0.02)
         wait_for_text(trial, "warning", "the agent of rank 1 on")
         assert trial.group.stops == []
-        trial.answer(1, step=39)  # it goes on: it is not named any more
+        trial.answer(1, step=39)  # it continues: it is not named any more
         for rank in (0, 1, 2):
             trial.end(rank)
         assert ways(trial) == ["finished"] * 3
@@ -508,7 +509,7 @@ def test_ranks_that_wait_for_one_whose_agent_is_silent_are_not_blamed(
 ) -> None:
     with Trial(tmp_path) as trial:
         monkeypatch.setattr(trial.supervisor._hangs, "stalled", lambda: True)
-        while not trial.group.stops:  # rank 0 is heard
+        while not trial.group.stops:  # rank 0 answers
             trial.answer(0, step=3)
             time.sleep(0.02)
         assert trial.stopped()[0] == [0, 1]

@@ -18,8 +18,8 @@ def fold_failures(events: Iterable[Event]) -> list[Failure]:
 
 
 def fold_figures(events: Iterable[Event], now: float | None = None) -> Figures:
-    """Return the figures of a run. `now` is its end in seconds since the epoch; without it the run ends
-    with the last event."""
+    """Return the figures of a run. `now` is its end in seconds since the epoch; without it the run
+    ends with the last event."""
     figures = Figures()
     for event in events:
         figures.add(event)

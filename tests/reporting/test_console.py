@@ -37,7 +37,7 @@ def report(t: float, step: int, /, **values: Any) -> Event:
 
 
 def fit(step: int, steps: int = 100, every: float = 0.1) -> Event:
-    """A report as the loop makes it."""
+    """Return a report like those of the loop."""
     words = {"steps": steps, "epoch": 1 + step // 50, "epochs": 2, "samples": 64 * step}
     return report(step * every, step, loss=1 / step, **words)
 
@@ -81,7 +81,7 @@ def a_run() -> list[Event]:
 
 
 def show(events: list[Event], progress: str, stream: Any = None, every_s: float = 10.0) -> str:
-    """What a console of these settings writes."""
+    """Return the output of a console with these settings."""
     stream = io.StringIO() if stream is None else stream
     with Console(Watch(progress=progress, every_s=every_s), stream) as console:
         for happened in events:

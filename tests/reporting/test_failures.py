@@ -338,7 +338,7 @@ def test_a_launch_ends_with_a_step_and_no_part_of_it_is_negative() -> None:
     assert parts(other, one, late) == {
         "rendezvous": 0.75,
         "first step": 0.25,
-    }  # heard in another order
+    }  # received in another order
     assert (
         parts(one, early, other)
         == parts(one, other, early)

@@ -36,7 +36,7 @@ class Watched:
         self.events.say("report", rank=0, step=step, values=values)
 
     def gauges(self, name: str) -> dict[tuple[str, ...], float]:
-        """The series of this name, by the values of their labels."""
+        """Return the series of this name, by the values of their labels."""
         return {tuple(value for _, value in labels): at for (one, labels), at in self.metrics._gauges.items()
                 if one == name}  # fmt: skip
 
@@ -93,7 +93,7 @@ def test_ports_of_a_node_are_its_own_counts(watched: Watched) -> None:
 
 @pytest.mark.parametrize("ends", ["result", "exception"])
 def test_nothing_sets_gauges_after_the_end_of_a_run(watched: Watched, ends: str) -> None:
-    """A finished trial of a sweep, whose driver goes on, makes no step."""
+    """A finished trial of a sweep makes no step, while its driver continues."""
     watched.report(1, loss=1.0)
     assert watched.metrics._thread.is_alive()
     if ends == "result":

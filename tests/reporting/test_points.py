@@ -27,7 +27,7 @@ AFTER_1 = other("begin", rank=0, resumed=1)
 
 
 def points(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tuple[int, float]]]:
-    """The points after each event: step and loss."""
+    """Return the points after each event: step and loss."""
     points = Points(told=before, repeats=repeats)
     return [[(each.step, each.values["loss"]) for each in points.add(event)] for event in events]
 
@@ -44,7 +44,7 @@ def points(*events: Event, repeats: bool = True, before: int = -1) -> list[list[
         # what an evaluation adds to a step belongs to it
         ([report(1, 0.1), other("report", rank=0, step=1, values={"accuracy": 1.0}), report(2, 0.2, kept=1)],
          [[], [], [(1, 0.1)]]),
-        # repeated: the loop says where it goes on, or it shows in the next report
+        # repeated: the loop reports where it resumes, or the next report shows it
         ([report(1, 0.1), report(2, 0.2), report(3, 0.3), RESTART, AFTER_1, report(2, 2.0), END],
          [[], [], [], [], [], [], [(1, 0.1), (2, 2.0)]]),
         ([report(1, 0.1), report(2, 0.2), report(3, 0.3), RESTART, report(2, 2.0), report(3, 3.0, kept=2)],

@@ -23,7 +23,7 @@ T0 = 1_000_000.0
 
 
 def at(seconds: float, kind: str, **facts: Any) -> Event:
-    """An event so many seconds after the run began."""
+    """Return an event so many seconds after the run began."""
     return {"t": T0 + seconds, "kind": kind, **facts}
 
 
@@ -34,7 +34,8 @@ def report(seconds: float, step: int | None = None, rank: int = 0, **values: Any
 
 
 def a_run() -> list[Event]:
-    """A run of fit: ten steps of 64 samples, half a second each, after 5 seconds of launch."""
+    """Return a run of fit: ten steps of 64 samples, half a second each, after 5 seconds of
+    launch."""
     return [
         at(0, "run", name="digits", dir="runs/x"),
         at(1, "phase", name="connect", s=1.0),

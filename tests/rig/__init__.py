@@ -1,5 +1,5 @@
-"""Hosts on one machine, with separate addresses, NICs, names, files and processes, and a Ray cluster on
-them. (driver)
+"""Hosts on one machine, with separate addresses, NICs, names, files and processes, and a Ray
+cluster on them. (driver)
 
     with hosts(3) as rig:
         rig.ray_up(cpus=2)

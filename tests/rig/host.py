@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.rig.namespaces import CAPTURED, IPC, MOUNT, NET, UTS, Space, finish
 
-# Hosts of one kernel share its boot id, so UCX and MPICH take them for one host and use shared memory.
-# Each host gets another boot id.
+# Hosts of one kernel share its boot id, so UCX and MPICH take them for one host and use shared
+# memory. Each host gets another boot id.
 _MOUNTS = """
 mount --make-rprivate /
 mount -t proc proc /proc
@@ -43,8 +43,8 @@ _DOCKER0 = [
 class Host:
     """A host. Ray, the default route and the other hosts' /etc/hosts use its first NIC.
 
-    Its disk is `folder`: home, tmp, and the files in /etc that differ from this machine's; the rest of
-    /etc is a copy.
+    Its disk is `folder`: home, tmp, and the files in /etc that differ from this machine's; the rest
+    of /etc is a copy.
     """
 
     name: str
@@ -84,8 +84,8 @@ class Host:
     def popen(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a program on this host as a direct child, so that it gets signals and gives its exit
-        status. `env` is added to the host's environment."""
+        """Start a program on this host as a direct child, so that it gets signals and gives its
+        exit status. `env` is added to the host's environment."""
         return self.space.spawn(argv, env={**self.environment, **(env or {})}, **options)
 
     def run(
@@ -112,8 +112,8 @@ class Host:
 
     @property
     def root(self) -> Path:
-        """The root folder of the host, to read and write; /etc, /sys, /proc, /dev/shm and /run differ
-        from this machine's."""
+        """The root folder of the host, to read and write; /etc, /sys, /proc, /dev/shm and /run
+        differ from this machine's."""
         return Path(f"/proc/{self.space.pid}/root")
 
     def bytes(self, nic: str) -> tuple[int, int]:
@@ -122,8 +122,8 @@ class Host:
         return int((counters / "rx_bytes").read_text()), int((counters / "tx_bytes").read_text())
 
     def processes(self) -> dict[int, str]:
-        """Return command lines by process id, both as seen on the host, without process 1, which only
-        keeps the namespaces."""
+        """Return command lines by process id, both as seen on the host, without process 1, which
+        only keeps the namespaces."""
         lines = {}
         for entry in (self.root / "proc").glob("[0-9]*"):
             try:
@@ -135,8 +135,8 @@ class Host:
 
 def write_disk(folder: Path, hosts: str, token: str) -> dict[str, str]:
     """Write the disk of a host, and return the environment that its programs get."""
-    # Debian and Ubuntu install 127.0.1.1 for a host's own name: a lookup of that name gives a useless
-    # address.
+    # Debian and Ubuntu install 127.0.1.1 for a host's own name: a lookup of that name gives a
+    # useless address.
     files = {
         "etc/hostname": f"{folder.name}\n",
         "etc/hosts": f"127.0.0.1 localhost\n127.0.1.1 {folder.name}\n{hosts}",

@@ -29,10 +29,10 @@ class Space:
     """New namespaces of the given kinds and for processes. They end, with everything inside, when
     process 1 does.
 
-    Process 1 is a `cat` that reads a pipe whose other end only this process holds. Whatever ends this
-    process, even SIGKILL, closes the pipe and so ends the cat and everything else. The cat adopts
-    orphans; since it ignores SIGCHLD, the kernel reaps them (a shell's `trap '' CHLD` does not last
-    through exec). With zombies `ray stop` would take 23 s instead of 1.5.
+    Process 1 is a `cat` that reads a pipe whose other end only this process holds. Whatever ends
+    this process, even SIGKILL, closes the pipe and so ends the cat and everything else. The cat
+    adopts orphans; since it ignores SIGCHLD, the kernel reaps them (a shell's `trap '' CHLD` does
+    not last through exec). With zombies `ray stop` would take 23 s instead of 1.5.
     """
 
     def __init__(self, kinds: int, setup: str, folder: Path | None = None) -> None:
@@ -120,8 +120,8 @@ def _spawn(
 ) -> subprocess.Popen[str]:
     """Start a direct child in the namespaces of a process (its pidfd), or in new ones.
 
-    nsenter would be a process in between: signals to it would not arrive, and killing it would leave
-    the program running.
+    nsenter would be a process in between: signals to it would not arrive, and killing it would
+    leave the program running.
     """
     folder = options.pop("cwd", None) or os.getcwd()
     own = os.pidfd_open(os.getpid())

@@ -64,7 +64,7 @@ class Rig:
         Ray's own processes."""
         head, *others = self.hosts
         self.ray_address = f"{head.address()}:{_RAY_PORT}"
-        address = f"--dashboard-host={head.address()}"  # so that this machine reaches it too, with the token
+        address = f"--dashboard-host={head.address()}"  # for this machine, with the token
         first = [
             f"--port={_RAY_PORT}",
             f"--include-dashboard={str(dashboard).lower()}",
@@ -76,7 +76,8 @@ class Rig:
             try:
                 finish(starting)
             except CommandFailed:
-                # Ray gives a new node 30 s to register at the head, which a busy machine may exceed.
+                # Ray gives a new node 30 s to register at the head, which a busy machine may
+                # exceed.
                 finish(host.popen([*_RAY, "stop"], **CAPTURED))
                 finish(self._ray_join(host, cpus, env))
         for host in self.hosts:
@@ -108,8 +109,8 @@ def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
     """Make `count` hosts with these NICs, each NIC on a separate switch and subnet
     (10.<n>.<position of the NIC>.0/24).
 
-    The block cleans up at its end. If this process is killed, the kernel ends the hosts with it, and
-    the next rig removes the folder.
+    The block cleans up at its end. If this process is killed, the kernel ends the hosts with it,
+    and the next rig removes the folder.
     """
     _sweep()
     with ExitStack() as stack:
@@ -131,8 +132,8 @@ def hosts(count: int, nics: Sequence[str] = ("eth0", "ib0")) -> Iterator[Rig]:
 
 
 def _plug_in(switch: Space, nic: str) -> int:
-    """Connect this machine to the first switch by a NIC that is named after an unused number; the name
-    of the NIC is the lock."""
+    """Connect this machine to the first switch by a NIC that is named after an unused number; the
+    name of the NIC is the lock."""
     taken = _ip("-4 route show table all").stdout
     for number in (n for n in range(80, 250) if f" 10.{n}." not in f" {taken}"):
         result = _ip(
@@ -177,8 +178,9 @@ def _make_hosts(
 def _ray_start(
     host: Host, cpus: int, words: list[str], env: Mapping[str, str] | None
 ) -> subprocess.Popen[str]:
-    # A node would use the temporary folder of the head. 256 MiB of object store are enough for tests.
-    # The log monitor sends workers' output to drivers; its start takes more than a second of CPU.
+    # A node would use the temporary folder of the head. 256 MiB of object store are enough for
+    # tests. The log monitor sends workers' output to drivers; its start takes more than a second of
+    # CPU.
     own = [f"--temp-dir={host.environment['RAY_TMPDIR']}/ray", f"--object-store-memory={2**28}"]
     own += [
         f"--node-ip-address={host.address()}",

@@ -43,8 +43,8 @@ PasswordAuthentication no
 StrictModes no
 """
 
-# No internet access: everything that raydist needs is installed. `false` stops pip from fetching what
-# builds a package.
+# No internet access: everything that raydist needs is installed. `false` stops pip from fetching
+# what builds a package.
 _PIP = """
 [global]
 no-index = true
@@ -93,8 +93,8 @@ def start_sshd(host: Host, allowed: str) -> None:
 
 
 def mount_packages(host: Host) -> None:
-    """Mount the packages of the tests' environment for the machine's own Python, as an image with torch
-    has them."""
+    """Mount the packages of the tests' environment for the machine's own Python, as an image with
+    torch has them."""
     ask = "import json, site; print(json.dumps(site.getsitepackages()[0]))"
     own = json.loads(host.run([f"{sys.base_prefix}/bin/python3", "-c", ask]).stdout)
     there = next(path for path in sys.path if path.endswith("site-packages"))

@@ -122,7 +122,7 @@ def events(folder: Path, *kinds: str) -> list[Event]:
 
 
 def alive(host: Host, patience: int = 0) -> int:
-    """The nodes that there are; waits so many seconds for there to be only one."""
+    """Wait so many seconds for all nodes but one to end; return the number of nodes."""
     code = """
 import ray, sys, time
 ray.init(logging_level="ERROR")
@@ -161,7 +161,7 @@ def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: 
 def test_rays_second_autoscaler_is_understood_too(tmp_path: Path) -> None:
     with head({**CLUSTER, "provider": NEWER}, NEWER_ENV) as newer:
         assert any("autoscaler/v2/monitor.py" in line for line in newer.processes().values())
-        # On Kubernetes it is in a container of its own: that there is one is then all that can be
+        # On Kubernetes it is in a separate container: that there is one is then all that can be
         # known.
         code = (
             "import ray, raydist.cluster.autoscaler as it; ray.init(logging_level='ERROR'); "

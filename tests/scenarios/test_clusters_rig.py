@@ -28,7 +28,7 @@ pytestmark = [
     requires_root,
     requires_ssh,
 ]
-# `ray down` stops the head; the others end when they have not heard of it for a minute, here for
+# `ray down` stops the head; the others end after a minute without a message from it, here for
 # five seconds.
 QUICK_END = "export RAY_gcs_rpc_server_reconnect_timeout_s=5"
 
@@ -85,7 +85,7 @@ def check_out(own: Host, rig: Rig) -> None:
 
 
 def commands() -> list[str]:
-    """The lines of the README's part on clusters, as they are."""
+    """Return the lines of the README's part on clusters."""
     (part,) = re.findall(
         r"^## A cluster of your own$(.*?)^## ",
         (ROOT / "README.md").read_text(),
@@ -108,7 +108,8 @@ def start(own: Host, *lines: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def type_lines(own: Host, *lines: str) -> str:
-    """The same, to their end; what was on the screen. An error fails the test."""
+    """Type lines at the person's machine and wait for their end; return the output. An error fails
+    the test."""
     return finish(start(own, *lines, stderr=subprocess.STDOUT), timeout=200).stdout
 
 
@@ -184,7 +185,7 @@ def patience(own: Host, export: str) -> None:
 
 
 def environment_of(host: Host, program: str) -> dict[str, str]:
-    """What the first process of this name was started with."""
+    """Return the environment of the first process of this name."""
     pid = next(pid for pid, line in host.processes().items() if program in line.split()[0])
     entries = (host.root / "proc" / str(pid) / "environ").read_text().split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

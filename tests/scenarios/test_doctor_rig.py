@@ -1,4 +1,4 @@
-"""The doctor on three hosts with a network of their own: what is broken is found, and named."""
+"""The doctor on three hosts with a separate network: it finds and names what is broken."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rig() -> Iterator[Rig]:
 def doctor(
     rig: Rig, *words: str, code: int
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """The report that --json gives on the first host, and its findings by check."""
+    """Run the doctor on the first host; return its JSON report and the findings by check."""
     first = rig.hosts[0]
     command = [
         "python",

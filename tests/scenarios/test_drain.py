@@ -26,7 +26,7 @@ LEFT_S = 60
 
 
 def notice_of(draining: dict[str, float], *nodes: str) -> DrainNotice | None:
-    """What is told to a gang with one rank on each of these nodes, at 100 seconds."""
+    """Return the notice to a gang with one rank on each of these nodes, at 100 seconds."""
     alive = [
         Node(id=name, ip=f"10.0.0.{i}", host=f"host-{name}", total={}, free={})
         for i, name in enumerate(nodes)

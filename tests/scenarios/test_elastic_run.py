@@ -1,5 +1,5 @@
-"""Nodes go and come while a job runs: it goes on with fewer, then with more, or a spare takes over.
-Real Ray nodes."""
+"""Nodes go and come while a job runs: it continues with fewer, then with more, or a spare takes
+over. Real Ray nodes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Site:
         return self.runs[-1]
 
     def servers_of(self, node: str) -> list[str]:
-        """The folders of the fork servers of a node."""
+        """Return the folders of the fork servers of a node."""
         return [path for path in server_folders(self.tmp) if path.endswith(node[-8:])]
 
     def tidy(self) -> None:
@@ -146,7 +146,7 @@ def site(grounds: Site) -> Iterator[Site]:
 
 
 def ended(run: Program) -> dict[str, torch.Tensor]:
-    """The weights of a run that is told to make haste."""
+    """Let a run finish quickly; return its weights."""
     (run.folder / "go").touch()
     assert run.wait() == 0, run.screen
     assert run.leftovers() == []
@@ -159,7 +159,7 @@ def sizes(run: Program) -> list[int]:
 
 
 def resized(run: Program, *wanted: int) -> None:
-    """Return once the run has had these sizes, and goes on in the last of them."""
+    """Return once the run has had these sizes and made a step in the last of them."""
     run.wait_until(lambda: sizes(run) == list(wanted), f"size {wanted[-1]}")
     run.wait_until(lambda: len(run.events("restarted")) == len(wanted) - 1, "step after that")
 
@@ -171,7 +171,7 @@ def whole(grounds: Site, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two runs have seen the same samples: sums in another order differ in the last
+    """Return whether two runs have seen the same samples: sums in another order differ in the last
     bits."""
     return all(
         torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in {**one, **other}
@@ -319,7 +319,7 @@ def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
 
 
 def drained(run: Program, site: Site, node: Any) -> None:
-    """Return once Ray has drained that node, and the run goes on without it."""
+    """Return once Ray has drained that node and the run continues without it."""
     drain(site.cluster.address, node.node_id)
     run.wait_until(lambda: len(run.events("restarted")) == 1, "step after the drain")
     (notice,), (back,), (failure,) = (
@@ -409,5 +409,5 @@ def logged(run: Program) -> list[tuple[int, int]]:
 
 
 def worlds(run: Program) -> list[int]:
-    """The world sizes that the script has had."""
+    """Return the world sizes that the script has had."""
     return [size for size, _ in groupby(size for size, _ in logged(run))]

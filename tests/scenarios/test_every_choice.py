@@ -27,7 +27,8 @@ RANKS = (1, 2, 3, 4)
 SHORT = ("train.steps=2", "train.epochs=1")
 """Two steps show the groups, the snapshots and the end of a run."""
 SHORT_TEXT = ("data.root=text", "job.args.held_out=32", "job.args.sample=10")
-"""The same of job=gpt, which would read all of Python's sources on each rank, and write 200 tokens."""
+"""The same of job=gpt, which would read all of Python's sources on each rank, and write 200
+tokens."""
 
 NEEDS = {
     "backend=mpi": ("script=solve.py",),
@@ -66,7 +67,7 @@ OF_RANKS = (
     "raydist.tools.bandwidth",
     "raydist.tools.doctor",
 )
-"""Commands that start ranks, as many as `scale=` says, on this machine if it is not typed."""
+"""Commands that start ranks: the number in `scale=`, or those of this machine without it."""
 TRAIN = """
 import os
 import torch
@@ -105,8 +106,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def choices() -> Iterator[tuple[str, ...]]:
-    """One choice of one group at a time: the files of conf/ are the list. `parallel=` with both
-    kinds of model."""
+    """Yield one choice of one group at a time: the files of conf/ are the list. `parallel=` with
+    both kinds of model."""
     for path in sorted(ROOT.glob("conf/*/*.yaml")):
         word = f"{path.parent.name}={path.stem}"
         yield (word, *NEEDS.get(word, ()))
@@ -164,7 +165,7 @@ def assert_ends(program: Program, expected: int) -> None:
 
 
 def started(program: Program) -> bool:
-    """Whether it has started ranks."""
+    """Return whether the command has started ranks."""
     return any(
         '"kind": "began"' in path.read_text()
         for path in program.folder.glob("runs/*/*/events.jsonl")
@@ -179,7 +180,7 @@ def test_a_choice(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_addres
 
 
 def short(module: str, *words: str) -> tuple[str, ...]:
-    """A command of ranks, for {ranks} ranks that take two steps."""
+    """Return a command that starts {ranks} ranks for two steps."""
     if module not in OF_RANKS or "--help" in words or "--cfg" in words:
         return (module, *words)
     scales = [word for word in words if word.startswith("scale=")]

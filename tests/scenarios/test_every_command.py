@@ -62,12 +62,12 @@ MADE_SMALL = {
 NO_RANKS = r"tools\.plan|--cfg|trian|backend=nccl"
 """Commands that start no ranks, though they have `scale=`."""
 SERVES = r"tools\.watch(?!.*--(export|trace))"
-"""A command that goes on until Ctrl-C."""
+"""A command that runs until Ctrl-C."""
 
 
 def runnable() -> Iterator[tuple[tuple[str, ...], int]]:
-    """The commands of the pages that can be typed here, each with each number of ranks; one without
-    ranks once."""
+    """Yield the commands on the pages that can run here, each with each number of ranks; those
+    without ranks once."""
     seen = {frozenset(short("raydist.train", *words)) for words in choices()}
     for shown in commands.commands_on_pages():
         if any(re.search(pattern, shlex.join(shown)) for pattern in NOT_HERE):
@@ -80,8 +80,8 @@ def runnable() -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def small(words: tuple[str, ...]) -> tuple[str, ...]:
-    """What follows `python -m`: the command as it is typed here, with {ranks} for the number of
-    ranks."""
+    """Return the words after `python -m` of the command as it runs here, with {ranks} for the
+    number of ranks."""
     text = shlex.join(words)
     for pattern, instead in MADE_SMALL.items():
         text = re.sub(pattern, instead, text)

@@ -46,7 +46,7 @@ def rig() -> Iterator[Rig]:
 
 
 def trained(rig: Rig, *words: str, **env: str) -> tuple[dict[str, int], str, dict[str, Any]]:
-    """A run on all hosts: the bytes that each kind of NIC sent meanwhile, the screen, and the
+    """Train on all hosts; return the bytes that each kind of NIC sent meanwhile, the output and the
     result."""
     home = rig.hosts[0].folder / "home"
     shutil.rmtree(home / "runs", ignore_errors=True)
@@ -110,7 +110,8 @@ print(json.dumps({"value": var.value, "reason": var.reason}))
 
 
 def measured(rig: Rig, *words: str) -> dict[str, Any]:
-    """What the tool says on the first host, and what its NICs sent meanwhile."""
+    """Run the tool on the first host; return its report and the bytes that the NICs sent
+    meanwhile."""
     command = [
         "python",
         "-m",

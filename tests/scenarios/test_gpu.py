@@ -91,7 +91,7 @@ def test_bandwidth_on_gpus_is_right(
 
 
 def words_of_training(*words: str, gpus: int = GPUS, optim: str = "sgd") -> tuple[str, ...]:
-    """The settings of a training on so many GPUs, unless `words` have a `scale=`."""
+    """Return the settings of a training on so many GPUs, unless `words` have a `scale=`."""
     size = () if any(word.startswith("scale=") for word in words) else (f"scale=1x{max(gpus, 1)}",)
     return (*ON_RAY, *TRAINING, f"optim={optim}", *size, *words)
 

@@ -112,7 +112,7 @@ def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
 def test_ranks_that_disagree_on_a_shape_are_told_as_that(
     on_ray: Path, backend: str, words: str
 ) -> None:
-    """gloo aborts the one that gets more than it has room for, and says so in its log; Horovod
+    """gloo aborts the one that gets more than it has room for, and reports it in its log; Horovod
     raises on all ranks."""
 
     def job() -> None:

@@ -260,7 +260,7 @@ def test_summing_leaves_the_tensor_alone(tmp_path: Path) -> None:
     assert ranks_of(2, collect, tmp_path) == [[1.0] * 3] * 2
 
 
-# What was begun under one backend goes on under the other.
+# A training resumes under another backend.
 
 
 def resumed(run: Callable[..., list[RankResult]], job: Job, run_dir: Path) -> list[RankResult]:

@@ -33,7 +33,8 @@ JOBS = ROOT / "jobs"
 
 
 def composed(name: str, *words: str) -> tuple[Job, Callable[[Job], Any]]:
-    """A job of this project with its conf/, and what each rank calls."""
+    """Compose a job of this project with its conf/; return it and the function that each rank
+    calls."""
     job = replace(compose([f"job={name}", *words]), backend=Backend(name="gloo"))
 
     def call(job: Job) -> Any:

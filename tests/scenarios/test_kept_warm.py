@@ -44,7 +44,7 @@ def parents(program: Program) -> set[int]:
 def again(
     program: Program, *words: str, address: str | None = None, module: str = "raydist.train"
 ) -> Program:
-    """A further command of the same person."""
+    """Start another command of the same person."""
     return Program(program.folder, *words, address=address, module=module, tmp=program.tmp)
 
 
@@ -90,7 +90,7 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def children(cluster: Any) -> dict[int, str]:
-    """The title of each process that the raylet of the only node has started, by pid."""
+    """Return the title of each process that the raylet of the only node has started, by pid."""
     result = {}
     for each in psutil.Process(cluster.head_node.all_processes["raylet"][0].process.pid).children():
         with suppress(psutil.Error, IndexError):  # it has just ended
@@ -99,13 +99,13 @@ def children(cluster: Any) -> dict[int, str]:
 
 
 def idle(cluster: Any) -> set[int]:
-    """The workers that have nothing to do."""
+    """Return the workers that have nothing to do."""
     return {pid for pid, title in children(cluster).items() if title.startswith("ray::IDLE")}
 
 
 @pytest.mark.ray
 def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: Any) -> None:
-    """Ray starts it at the end of a run, beside all else."""
+    """Ray starts it at the end of a run, in parallel."""
     first = Program(
         tmp_path, "script=parent.py", "args=3", "scale=1x2", address=own_ray.address, alone=True
     )

@@ -1,4 +1,4 @@
-"""A node is lost, and the run goes on where there is another: real hosts in namespaces."""
+"""A node is lost, and the run continues on another: real hosts in namespaces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rig() -> Iterator[Rig]:
 
 
 def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
-    """A run on two of the hosts, from the first."""
+    """Start a run on two of the hosts, from the first."""
     folder.mkdir()
     (folder / "slow.py").write_text(PROGRAM)
     command = [
@@ -96,7 +96,7 @@ def host_of(rig: Rig, folder: Path, rank: int) -> Host:
 
 
 def left(rig: Rig) -> list[str]:
-    """The ranks on the hosts, and fork servers that do not wait for another run."""
+    """Return the ranks on the hosts, and fork servers that do not wait for another run."""
     running = []
     for host in rig.hosts:
         kept = idle_servers(host.folder / "tmp")

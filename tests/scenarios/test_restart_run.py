@@ -45,7 +45,7 @@ def train(*words: str, struck: tuple[Fault, ...] = (), group: str = "inline") ->
 
 @cache
 def unbroken(backend: str, *words: str) -> tuple[Any, list[float]]:
-    """What a run without a fault ends with, and the loss of each of its steps."""
+    """Return the result of a run without a fault, and the loss of each of its steps."""
     done = train(f"backend={backend}", *words)
     return done.values, losses(done)
 
@@ -57,7 +57,7 @@ def events(done: Result[Any], kind: str) -> list[Event]:
 
 
 def losses(done: Result[Any]) -> list[float]:
-    """The loss of each step on rank 0; of a step that was done twice both must agree."""
+    """Return the loss of each step on rank 0; the losses of a repeated step must agree."""
     result: dict[int, float] = {}
     for report in events(done, "report"):
         if report["rank"] == 0 and "loss" in report["values"]:
@@ -304,7 +304,7 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own with little room."""
+    """A separate disk with little room."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
@@ -358,12 +358,13 @@ def test_restart_none_ends_with_the_first_failure_and_its_state_is_on_the_disk(
 
 
 def begun(done: Result[Any]) -> list[int]:
-    """The step from which each attempt began, those of earlier runs in the same folder first."""
+    """Return the step from which each attempt began, those of earlier runs in the same folder
+    first."""
     return [event["resumed"] for event in events(done, "begin") if event["rank"] == 0]
 
 
 def saved_in(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder."""
+    """Return the steps of the complete checkpoints in a folder."""
     steps = sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/meta.json"))
     return [step for step in steps if checkpoint_files.verify(folder / f"step-{step:08d}")]
 
@@ -467,7 +468,7 @@ def test_a_word_that_is_wrong_for_the_ranks_is_not_tried_again(on_ray: Path) -> 
 
 
 def program(folder: Path, *words: str) -> Program:
-    """The same training, for long, as a person starts it."""
+    """Start the same training, but longer, as a person does."""
     (folder / "slow.py").write_text(
         "import raydist\nfrom tests import faults\n\ndef job(config):\n    "
         "faults.training(config, pause=0.01)\n"
@@ -518,7 +519,7 @@ def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(
 
 
 def back(started: Program, count: int) -> bool:
-    """Whether that many restarts are over."""
+    """Return whether so many restarts are complete."""
     return not count or len(started.events("restarted")) == count
 
 

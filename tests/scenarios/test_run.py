@@ -400,24 +400,24 @@ def test_ranks_that_finish_beside_a_stopped_actor_have_finished(
     ][-1] == 7
 
 
-@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("known", [True, False])
 def test_a_run_whose_agents_are_all_stopped_ends(
-    on_ray: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """It waited ten minutes for them to write the last state. Its fork server does that, once they
     are killed.
 
-    `heard`: that state was saved, and the driver knew it: it waited in vain for a newer one, and
+    `known`: that state was saved, and the driver knew it: it waited in vain for a newer one, and
     called it lost.
     """
 
     def job() -> None:
-        if raydist.rank().rank == 0 and not heard:
+        if raydist.rank().rank == 0 and not known:
             stop_agents()
-        raydist.checkpoint.save(7, {"step": 7}, wait=heard)
-        while heard and not any(read_events(raydist.rank().run_dir / "events.jsonl", kind="saved")):
+        raydist.checkpoint.save(7, {"step": 7}, wait=known)
+        while known and not any(read_events(raydist.rank().run_dir / "events.jsonl", kind="saved")):
             time.sleep(0.1)
-        if raydist.rank().rank == 0 and heard:
+        if raydist.rank().rank == 0 and known:
             stop_agents()
         time.sleep(600)
 

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def children() -> set[int]:
-    """The processes of this rank's fork server."""
+    """Return the processes of this rank's fork server."""
     server = os.getppid()
     return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
@@ -89,13 +89,13 @@ def train(*words: str, writer: str = "", struck: tuple[Fault, ...] = ()) -> Resu
 
 @cache
 def unbroken() -> Any:
-    """What a run ends with that nothing strikes."""
+    """Return the result of a run without a fault."""
     return raydist.run(faults.training, *WORDS, "checkpoint.every=30").values
 
 
 def saved(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a run folder, which are whole; nothing half written is beside
-    them."""
+    """Return the steps of the checkpoints in a run folder; fail if one is incomplete or a part is
+    left."""
     checkpoints = sorted((folder / "checkpoints").iterdir())
     return [checkpoint_files.verify(path).step for path in checkpoints]
 

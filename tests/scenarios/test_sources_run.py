@@ -27,7 +27,7 @@ WORDS = (
 
 
 def learn(config: Any, source: Any, struck: tuple[Fault, ...] = ()) -> list[list[int]]:
-    """A training; the samples of each forward pass of this rank since the last restart."""
+    """Train; return the samples of each forward pass of this rank since the last restart."""
     faults.add_faults(*struck)
     net = Net()
     raydist.fit(config, model=net, train=source(), loss=faults.cross_entropy)

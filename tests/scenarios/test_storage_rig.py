@@ -1,4 +1,4 @@
-"""A folder that only one host has: real hosts, each with a home of its own."""
+"""A folder that only one host has: real hosts with separate homes."""
 
 from __future__ import annotations
 

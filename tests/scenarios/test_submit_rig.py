@@ -79,8 +79,7 @@ def tool(rig: Rig, *words: str, token: str | None = None) -> subprocess.Popen[st
 
 
 def metadata(rig: Rig, name: str) -> dict[str, str]:
-    """What Ray's job server tells of a job, without the prefix; of others than raydist's nothing is
-    there."""
+    """Return raydist's metadata of a job in Ray's job server, without the prefix."""
     key = (rig.hosts[0].folder / "home/.ray/auth_token").read_text().strip()
     request = urllib.request.Request(
         f"{server(rig)}/api/jobs/{name}", headers={"Authorization": f"Bearer {key}"}
@@ -98,7 +97,7 @@ def submit(rig: Rig, name: str, *words: str, wait: bool = True, check: bool = Tr
 
 
 def run_of(rig: Rig, output: str) -> tuple[Path, dict[str, Any]]:
-    """The run's folder, which its log names, and its result."""
+    """Return the run's folder, which its log names, and its result."""
     folder = Path(re.findall(r"^run   .*, in (\S+)", output, re.MULTILINE)[-1])
     assert folder.is_relative_to(
         rig.hosts[0].folder / "home/raydist/runs"

@@ -61,7 +61,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def most_at_a_time(done: SweepResult) -> int:
-    """The most trials that had their ranks at a time."""
+    """Return the largest number of trials that had ranks at the same time."""
     marks = []
     for trial in done.trials:
         for each in events(done.dir / trial.dir, "plan", "result"):
@@ -193,7 +193,7 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         resumed, whole = losses(folder / trial.dir), losses(unbroken.dir / trial.dir)
         assert resumed.items() <= whole.items(), (
             trial.number
-        )  # the driver had not heard of all steps when it was killed
+        )  # the driver had not received all steps when it was killed
     assert len(events(folder / "1", "run")) == 2  # it was stopped, and had finished before the kill
     assert [
         file for file in folder.rglob("*") if file.is_file() and b"hush" in file.read_bytes()

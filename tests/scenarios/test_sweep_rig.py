@@ -43,7 +43,7 @@ def test_a_lost_node_costs_its_trial_a_restart_and_one_that_comes_is_used(tmp_pa
         return [each for each in read_events(path) if each["kind"] == kind] if path.exists() else []
 
     def places(trial: int) -> list[str]:
-        """The hosts of a trial, one for each plan."""
+        """Return the hosts of a trial, one for each plan."""
         return [each["slots"][0]["host"] for each in events(trial, "plan")]
 
     def under_way() -> bool:

@@ -1,4 +1,4 @@
-"""One real sweep, and what shows it: its page while it goes on, in a browser, as a file; each
+"""One real sweep, and what shows it: its page while it runs, in a browser, as a file; each
 tracker's group."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Swept(NamedTuple):
 
     folder: Path
     running: dict[str, Any]
-    """What the page beside it was told while two trials had done 20 of 40 steps."""
+    """A sweep and what its page received while two trials had done 20 of 40 steps."""
     last: dict[str, Any]
     """The last that it was told."""
     env: dict[str, str]
@@ -74,7 +74,7 @@ def swept(ray_address: str) -> Iterator[Swept]:
 
 
 def both_wait(name: str, news: Any) -> bool:
-    """Whether the page shows two trials at the step at which they wait."""
+    """Return whether the page shows two trials at the step at which they wait."""
     return name == "sweep" and [one["step"] for one in news["trials"]] == [20, 20]
 
 

@@ -261,7 +261,7 @@ def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
 
 
 def is_tracker(process: psutil.Process, mark: str) -> bool:
-    """Whether it is the process of a tracker that a test with this TMPDIR has started."""
+    """Return whether this is the process of a tracker of a test with this TMPDIR."""
     try:
         words = process.info["cmdline"] or ()  # None: the process has ended
         return "raydist.watch.trackers.child" in words and process.environ().get("TMPDIR") == mark

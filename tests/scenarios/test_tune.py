@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ray
 
 
 def total(rate: float) -> float:
-    """The sum over the ranks."""
+    """Return the sum over the ranks."""
     import torch
 
     summed = torch.full((), rate)
@@ -71,7 +71,7 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
 
 
 def strike(pid: int) -> float:
-    """The sum over the ranks. Rank 0 kills the process `pid`, if it is not 0."""
+    """Return the sum over the ranks. Rank 0 kills the process `pid`, if it is not 0."""
     import torch
 
     summed = torch.ones(())

@@ -55,7 +55,7 @@ def watching(folder: Path, *words: str) -> Iterator[str]:
 
 
 def status_of(url: str) -> tuple[int, bytes]:
-    """The status and the body of an answer."""
+    """Return the status and the body of an answer."""
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return reply.status, reply.read(100)
@@ -64,7 +64,7 @@ def status_of(url: str) -> tuple[int, bytes]:
 
 
 def servers(program: Program) -> list[psutil.Process]:
-    """The processes that serve the page beside a run."""
+    """Return the processes that serve the page of a run."""
     children = psutil.Process(program.process.pid).children()
     return [each for each in children if "raydist.watch.web" in each.cmdline()]
 
@@ -191,7 +191,7 @@ def from_its_folder(folder: Path, run: Path) -> None:
 
 
 def large_run(folder: Path, ranks: int = 16, steps: int = 100_000) -> Path:
-    """The events of such a run, as its driver writes them."""
+    """Yield the events of such a run, as its driver writes them."""
     folder.mkdir(parents=True)
     slots = [
         {"rank": rank, "host": f"node-{rank // 8}", "ip": "10.0.0.1", "node": "n"}
@@ -253,7 +253,7 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
         assert browser.value("document.querySelectorAll('#ranks tbody tr').length") == 16
         assert (
             browser.text("#ranks tbody tr").split()[0] == "15"
-        )  # the one with the most work of its own
+        )  # the one with the most work besides
         page = {
             url: size
             for url, size in browser.received.items()

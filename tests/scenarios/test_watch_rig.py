@@ -98,7 +98,7 @@ def watching(folder: Path, token: str, *words: str) -> Iterator[tuple[subprocess
 
 
 def first_event(link: str, enough: Callable[[str, Any], bool]) -> tuple[str, Any]:
-    """The first event of a stream that is enough."""
+    """Return the first event of a stream that satisfies `enough`."""
     reply: http.client.HTTPResponse
     with urllib.request.urlopen(link, timeout=PATIENCE_S) as reply:
         name, end = "", time.monotonic() + PATIENCE_S

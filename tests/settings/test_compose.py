@@ -1,4 +1,4 @@
-"""Words -> Job, with the real conf/ and with folders of one's own."""
+"""Words -> Job, with the real conf/ and with other folders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ made = no_such_module.make()
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to stand in, with a job of one's own."""
+    """Change to a folder with a job file."""
     for name in ("RAYDIST_RUNS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

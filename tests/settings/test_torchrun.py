@@ -21,7 +21,7 @@ print(*[flag for action in get_args_parser()._actions for flag in action.option_
 
 
 def words(*argv: str, **env: str) -> dict[str, str]:
-    """What is said, by its key."""
+    """Return the translated settings by key."""
     translated = torchrun.translate_torchrun(argv, env)
     return dict(word.split("=", 1) for word in translated.overrides)
 

@@ -1,4 +1,4 @@
-"""Imports are not interrupted by the garbage collector, which goes on afterwards."""
+"""Imports are not interrupted by the garbage collector, which resumes afterwards."""
 
 from __future__ import annotations
 

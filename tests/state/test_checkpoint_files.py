@@ -465,7 +465,8 @@ REPLACER = """
 
 
 def replacer(how: str, folder: Path) -> subprocess.Popen[str]:
-    """A process that replaces one checkpoint again and again; it has written the first."""
+    """Start a process that replaces one checkpoint again and again; return it once the first is
+    written."""
     command = [sys.executable, "-c", textwrap.dedent(REPLACER), how, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -519,7 +520,7 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
 def paths_given_to(
     module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[Path]:
-    """The paths that this function will have been called with, which still does what it did."""
+    """Replace a function by one that also notes its paths; return the list of these."""
     real, paths = getattr(module, function), list[Path]()
 
     def noted(path: Path) -> Any:

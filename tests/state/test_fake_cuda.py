@@ -13,8 +13,8 @@ from raydist.state.snapshot import layout_of, take_apart
 
 
 def state_on(device: str) -> list[torch.Tensor]:
-    """The tensors of a model in channels_last and of its optimizer's moments, as take_apart finds
-    them."""
+    """Return the tensors of a model in channels_last and of its optimizer's moments, as take_apart
+    finds them."""
     with torch.device(device):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2))
     weights = model.state_dict()

@@ -38,7 +38,7 @@ def descriptor() -> Iterator[int]:
 
 class Training:
     """Ranks whose hosts queue steps on lagging devices, and keep every `every`-th; the scheduler
-    chooses who goes on.
+    chooses who continues.
 
     A step is an all-reduce, which a device begins once all have come to it, and an optimizer step.
     """
@@ -83,7 +83,7 @@ class Training:
         self.devices[rank].launch(update)
 
     def run(self) -> None:
-        """Some time of training; then a rank is killed, and the others go on to where they need
+        """Train for some time; then a rank is killed, and the others continue to where they need
         it."""
         likely = [
             self.choose.random() for _ in range(2 * self.size)
@@ -221,7 +221,7 @@ def test_ranks_that_leave_do_so_after_the_same_step_and_have_its_state() -> None
         offers = [[Offer(*row) for row in memory.offers()[:OFFERS]] for memory in memories]
         stay = training.choose.randrange(
             1, training.size + 1
-        )  # fewer ranks go on, or as many, or one more
+        )  # fewer ranks continue, or as many, or one more
         chosen = choose_snapshot([*offers[:stay], []])
         assert chosen is not None
         assert chosen[0] == step, seed
@@ -408,7 +408,7 @@ def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descripto
 def made_snapshotter(
     monkeypatch: pytest.MonkeyPatch, descriptor: int, device: Lagging, every: int | None = None
 ) -> Any:
-    """The Snapshotter of a run with one rank."""
+    """Return the Snapshotter of a run with one rank."""
     from raydist.settings.config import Job, Snapshot
     from raydist.worker import checkpoint
 

@@ -303,7 +303,7 @@ WORDS = (
 
 
 def started(folder: Path, s3: Store, *words: str, address: str | None = None) -> Program:
-    """A run whose credentials come from a file: the cluster's own processes have none."""
+    """Start a run whose credentials come from a file: the processes of the cluster have none."""
     folder.mkdir(exist_ok=True)
     (folder / "credentials").write_text(
         "".join(f"{name}={value}\n" for name, value in s3.env.items())

@@ -1,5 +1,5 @@
-"""Who goes on, who is paused or ended, who is next: decisions over trials, and over 64 recorded
-curves."""
+"""Which trial continues, is paused or ended, or is next: decisions over trials, and over 64
+recorded curves."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class InOrder:
 
 
 def ours(workers: int, path: Path) -> dict[int, int]:
-    """The same by the Conductor, where a trial that may go on does so without leaving its place."""
+    """Return the verdicts of the Conductor, where a trial that may continue keeps its place."""
     sweep = Sweep(objective="min:loss", prune="asha", min_steps=1, reduction=3, parallel=workers)
     screen = SweepScreen(Watch(progress="none"), (LOSS,))
     space: Any = AnySpace()

@@ -26,7 +26,7 @@ def measured(
     pairs: bool = False,
     instead: dict[str, Any] | None = None,
 ) -> list[RankResult]:
-    """What each rank measured, with some operations of torch.distributed replaced."""
+    """Return the measurements of each rank, with some operations of torch.distributed replaced."""
 
     def job(config: Job) -> Any:
         for name, operation in (instead or {}).items():

@@ -78,7 +78,7 @@ def test_everyone_meets_everyone_once_and_nobody_twice_a_round(n: int) -> None:
 
 
 def matrix(n: int, **slow: float) -> dict[tuple[int, int], float]:
-    """All pairs at 1 GB/s, but for those in `slow`: n2 is a node, p01 a pair."""
+    """Return all pairs at 1 GB/s, except those in `slow`: n2 is a node, p01 a pair."""
     result = dict.fromkeys(combinations(range(n), 2), 1.0)
     for name, speed in slow.items():
         who = set(map(int, name[1:]))

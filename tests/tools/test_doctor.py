@@ -133,7 +133,7 @@ def test_a_node_that_does_not_see_the_storage_is_named(
 
 @pytest.mark.ray
 def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> None:
-    """In a process of its own, as a person runs it."""
+    """In a separate process, as a person runs it."""
     env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "raydist.tools.doctor", "--json", "scale=1x2"]
     done = subprocess.run(
@@ -279,7 +279,7 @@ def test_each_node_is_asked_as_often_among_many_as_among_few(
     monkeypatch.setattr(Rounds, "_ask", counted)
     monkeypatch.setattr(
         doctor_rounds, "TRIED", {}
-    )  # a process with torch for each node is for machines of their own
+    )  # a process with torch for each node needs separate machines
     few, many = 3, 24
     for nodes in (few, many):
         (tmp_path / str(nodes)).mkdir()

@@ -23,7 +23,7 @@ def nodes(n: int) -> list[Host]:
 
 
 def trips(n: int, bad: Callable[[int, int], bool], how: Trip = SILENT) -> list[list[Trip]]:
-    """What n nodes say of each other. `bad`: of a caller and a called."""
+    """Return the trips between n nodes. `bad` decides by caller and called node."""
     return [[how if bad(i, j) and i != j else FINE for j in range(n)] for i in range(n)]
 
 

@@ -38,7 +38,7 @@ CUDA = Installed(torch="2.15.0+cu132", cuda="13.2", gpu=True, nccl="")
 
 
 def toolkit(folder: Path, release: str = "13.0", without: str = "") -> Path:
-    """A CUDA toolkit, as far as it is looked at."""
+    """Make a CUDA toolkit, with the files that are read."""
     for name in (
         "bin/nvcc",
         "include/cuda_runtime.h",
@@ -208,7 +208,7 @@ def test_the_torch_of_this_environment_is_asked() -> None:
 
 
 def source(folder: Path) -> Path:
-    """What of Horovod's source the patches touch."""
+    """Make the parts of Horovod's source that the patches change."""
     for name, old, _ in PATCHES:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

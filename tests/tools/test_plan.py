@@ -40,7 +40,7 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
-    """What the tool prints; of an error, what it prints of that."""
+    """Return the output of the tool, or its error output if it fails."""
     assert plan.main(words) == code
     out, err = capsys.readouterr()
     return err if code else out
@@ -328,7 +328,7 @@ def test_labels_decide_where_bundles_lie() -> None:
 
 @pytest.mark.ray
 def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> None:
-    """In a process of its own, as a person runs it; the cluster has 4 CPUs, whatever the machine
+    """In a separate process, as a person runs it; the cluster has 4 CPUs, whatever the machine
     has."""
     env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "raydist.tools.plan", "scale=cluster", "--json"]

@@ -43,7 +43,7 @@ DRAIN = [
 
 
 def planned(host: Host, *words: str) -> Any:
-    """What `python -m raydist.tools.plan WORD… --json` prints on a host."""
+    """Return the output of `python -m raydist.tools.plan WORD… --json` on a host."""
     argv = ["python", "-m", "raydist.tools.plan", *words, "--json"]
     return json.loads(host.run(argv, env={"PYTHONPATH": str(ROOT)}).stdout)
 

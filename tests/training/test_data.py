@@ -26,7 +26,7 @@ def order(size: int, batch: int, world: int = 1, rank: int = 0, **also: Any) -> 
 
 
 def steps(size: int, world: int, accumulate: int, portion: int, **also: Any) -> list[list[int]]:
-    """The samples of each optimizer step, over all ranks."""
+    """Return the samples of each optimizer step, over all ranks."""
     batch = portion * accumulate * world
     ranks = [
         list(order(size, batch, world, rank, accumulate=accumulate, **also))

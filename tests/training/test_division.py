@@ -291,7 +291,8 @@ def test_the_memory_is_that_of_real_ranks(settings: Parallel, tmp_path: Path) ->
 
 
 def between_passes(model: nn.Module) -> int:
-    """Bytes of gradients that this rank holds now: of its shards, and of whole parameters."""
+    """Return the bytes of gradients that this rank holds now: of its shards, and of whole
+    parameters."""
     groups: list[Any] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):

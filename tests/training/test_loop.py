@@ -77,14 +77,14 @@ def model(dropout: float = 0.2) -> nn.Module:
 def train(
     job: Job, make_model: Any = model, loss: Any = F.cross_entropy
 ) -> tuple[dict[str, float], list[int], dict[str, torch.Tensor]]:
-    """One training; what fit gave, which samples this rank saw, and the parameters."""
+    """Train; return the figures of fit, the samples that this rank saw, and the parameters."""
     noted, net = Noted(), make_model()
     given = raydist.fit(job, model=net, train=noted, loss=loss)
     return given, noted.seen, {name: value.clone() for name, value in net.state_dict().items()}
 
 
 def stop_after(job: Job, steps: int) -> Job:
-    """The same training, cut short: its schedule is still that of the whole."""
+    """Return the job of the same training cut short, with the schedule of the whole."""
     return replace(job, checkpoint=Checkpoint(every=steps, keep=9))
 
 
@@ -138,7 +138,7 @@ def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(
 
 
 def last_optimizer(run_dir: Path) -> Any:
-    """The optimizer's settings in the newest checkpoint."""
+    """Return the optimizer's settings in the newest checkpoint."""
     path = checkpoint_files.newest(run_dir / "checkpoints")
     assert path is not None
     return path.state["optimizer"]["param_groups"][0]
@@ -244,8 +244,8 @@ def test_parameters_begin_alike_from_the_seed(tmp_path: Path) -> None:
 
 
 def plain(job: Job) -> tuple[list[torch.Tensor], int]:
-    """A training without anything random; the parameters, and how many collectives the steps
-    cost."""
+    """Train without anything random; return the parameters, and how many collectives the steps
+    took."""
     net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 2))
     group: Any = torch.distributed.group.WORLD
     before = group._get_sequence_number_for_group()
@@ -445,7 +445,7 @@ def test_precision_of_the_forward_pass(tmp_path: Path, precision: str, dtype: st
 
 
 def steep(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients are too large for fp16 until the scaler has come down."""
+    """Return a loss whose gradients are too large for fp16 until the scaler has come down."""
     return 100 * F.cross_entropy(output, target)
 
 
@@ -609,8 +609,8 @@ def test_ranks_that_find_different_checkpoints_are_an_error(
 
 
 def switched(job: Job) -> tuple[str, bool]:
-    """What torch has after an earlier fit with the opposite settings, and one with these. It needs
-    no GPU."""
+    """Return torch's settings after a fit with the opposite settings, followed by one with these.
+    It needs no GPU."""
     speed_up_gpu(replace(job, train=Train(fast=not job.train.fast)), torch.device("cuda"))
     speed_up_gpu(job, torch.device("cuda"))
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark

@@ -72,7 +72,7 @@ def test_the_rate_grows_with_the_batch(rule: str, rate: float) -> None:
 
 
 def rates(**words: Any) -> list[float]:
-    """The rate of each of 12 steps, as the optimizer has it."""
+    """Return the optimizer's learning rate in each of 12 steps."""
     settings = Optim(**words)
     optimizer = optim.optimizer(settings, [parameter()], 1.0)
     schedule = optim.schedule(settings, optimizer, optim.Course(12))

@@ -56,7 +56,7 @@ PP = Parallel(pp=2, microbatches=2)
 
 
 def digits(job: Job) -> dict[str, float]:
-    """The first layers of the digits; 43 test samples are not the same number on each rank."""
+    """Train a small CNN on digits; 43 test samples are not the same number on each rank."""
     data = load_digits()
     images, labels = (
         torch.tensor(data.images / 16, dtype=torch.float32).unsqueeze(1),
@@ -93,7 +93,7 @@ TYPES = set[torch.dtype]()
 
 
 def types_since() -> set[torch.dtype]:
-    """Those since the last call."""
+    """Return the types since the last call."""
     new = {*TYPES}
     TYPES.clear()
     return new
@@ -105,7 +105,7 @@ def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 
 def mean_losses(results: list[RankResult]) -> list[float]:
-    """The loss of each step, the mean over the ranks."""
+    """Return the loss of each step, as the mean over the ranks."""
     return [
         sum(losses) / len(results) for losses in zip(*(one.losses for one in results), strict=True)
     ]
@@ -120,7 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(
     folder: Path, name: str, settings: Parallel, ranks: int = 4
 ) -> tuple[list[Any], list[list[float]]]:
-    """What the ranks come to: what each model's fit returned, and the losses of each."""
+    """Train both models on these ranks; return the figures of fit and the losses of each model."""
 
     def both(job: Job) -> list[Any]:
         here, figures = context.current(), []
@@ -164,7 +164,8 @@ def test_the_losses_are_those_of_ddp(
     assert saved_at(at).reported["loss"] == saved_at(at).metrics["loss"]
     if (
         name == "pp"
-        # its batch norm averages over two batches a step: what evaluates its checkpoint has the same
+        # its batch norm averages over two batches a step: what evaluates its checkpoint has the
+        # same
     ):
         (alone_told,) = succeeded(run_ranks(1, BASE, digits, tmp_path, {"RAYDIST_RESUME": str(at)}))
         figures = [alone_told.value]
@@ -199,7 +200,8 @@ LEVERS = {
 def levered(
     folder: Path, name: str, settings: Parallel, levers: tuple[str, ...]
 ) -> dict[str, tuple[list[float], Any]]:
-    """The losses of gpt on four ranks with each lever, and the types that its layers gave."""
+    """Train gpt on four ranks with each lever; return its losses and the types of the outputs of
+    its layers."""
 
     def each(job: Job) -> list[Any]:
         here, seen = context.current(), []
@@ -316,7 +318,8 @@ def in_memory(
     train: Callable[[Job], Any] = gpt,
     optim: Optim = BASE.optim,
 ) -> list[float]:
-    """An attempt of ranks on nodes of so many, each with this memory, to the end of a step."""
+    """Run an attempt of ranks on nodes of so many, each with this memory, to the end of a step;
+    return the losses."""
 
     def attempt(job: Job) -> Any:
         here = context.current()
@@ -460,8 +463,8 @@ def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
 
 
 def whole_blocks(model: GPT) -> list[int]:
-    """How many blocks are made and not divided, each time that one has been made: noted in this
-    rank from now on."""
+    """Return a list to which the number of undivided blocks is added each time that a block is made
+    in this rank."""
     reset, whole = Block.reset_parameters, list[int]()
 
     def counted(block: Block) -> None:

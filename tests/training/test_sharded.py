@@ -110,7 +110,7 @@ def layers() -> nn.Sequential:
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in shards."""
+    """Return a sharded model and its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -143,7 +143,7 @@ def full(model: nn.Module) -> list[float]:
 
 
 def loses(lost: tuple[int, ...]) -> Any:
-    """6 steps on ranks that are nodes of their own; then the memory of some is gone, and all go on
+    """Train 6 steps on ranks that are separate nodes; then some lose their memory, and all continue
     from step 4."""
 
     def job(job: Job) -> Any:
@@ -199,7 +199,7 @@ def test_a_lost_part_comes_back_from_the_next_node(
 
 
 def until_the_end(steps: int = 30, strike: int = 0, wrong: int = 0) -> tuple[int, list[float]]:
-    """The step that it went on from, and the last weights.
+    """Train to the end; return the step that it resumed from, and the last weights.
 
     After step `strike` Ray loses the node of the last rank; after step `wrong` the job raises on
     rank 0.
@@ -345,7 +345,7 @@ def keeps_and_dies(steps: int) -> None:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with each sharded tensor whole, and flat: by DCP's names."""
+    """Return a flat state with each sharded tensor whole, by DCP's names."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     full = {
@@ -409,7 +409,7 @@ def test_another_number_of_ranks_loads_what_killed_ranks_kept(
 
 
 def a_node(rank: int, folder: StoragePath, steps: dict[int, float]) -> launch_flush.FlushNode:
-    """One with this rank of two, and what it kept."""
+    """Return a node with this rank of two and the steps that it kept."""
     mine = memory()
     for step, value in steps.items():
         state = {f"x{rank}": torch.full((3,), value), "n": 7}
@@ -552,7 +552,8 @@ def test_which_node_writes_which_shards(
 
 
 def fewer(job: Job) -> Any:
-    """Two ranks keep a state; then it is looked for as if each of them was one of three."""
+    """Keep a state on two ranks, then look for it as if each was one of three; return what is
+    found."""
     here = context.current()
     me = here.rank.rank
     here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
@@ -577,8 +578,8 @@ def test_a_state_of_another_number_of_ranks_is_read_as_from_the_disk(tmp_path: P
 
 
 def slow_network(job: Job) -> Any:
-    """Two nodes, between which a copy travels as long as some ten steps; the newest step that was
-    kept of 60."""
+    """Train 60 steps on two nodes, between which a copy takes as long as about ten steps; return
+    the newest step that was kept."""
     here = context.current()
     me = here.rank.rank
     here.rank, here.memory = context.Rank(me, 0, me, 2), (memory(), -1)
@@ -624,7 +625,7 @@ def no_room(job: Job) -> Any:
 
 
 def lagging(job: Job) -> Any:
-    """Two ranks keep the state of a device that lags; its next step changes the state before the
+    """Keep the state of a lagging device on two ranks; its next step changes the state before the
     copy has begun."""
     here = context.current()
     me = here.rank.rank

@@ -62,8 +62,8 @@ def state(step: int, rank: int) -> dict[str, Any]:
 
 
 def find(holders: dict[int, tuple[int, ...]], nodes: int) -> Any:
-    """A function for ranks: rank r has kept whole states of the steps holders[r]; gives what it
-    finds."""
+    """Return a function for ranks: rank r has kept whole states of the steps holders[r], and
+    returns what it finds."""
 
     def job(job: Job) -> Any:
         here = context.current()
@@ -171,8 +171,8 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
 
 
 def on_new_node(room: int) -> Any:
-    """A function for 4 ranks of two nodes: rank 0 has a state of step 4, the second node is new and
-    has this room."""
+    """Return a function for 4 ranks of two nodes: rank 0 has a state of step 4, and the second node
+    is new with this much room."""
 
     def job(job: Job, folder: Path) -> Any:
         here = context.current()

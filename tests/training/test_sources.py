@@ -162,7 +162,7 @@ for library, group in (("torchdata", TORCHDATA), ("datasets", DATASETS)):
 
 
 def fit(job: Job, source: Any) -> tuple[list[float], list[list[int]]]:
-    """One training: the loss of each step, and the samples of each forward pass."""
+    """Train; return the loss of each step, and the samples of each forward pass."""
     net, losses = Net(), list[float]()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def note_warning(warnings: list[str], happened: Event) -> None:
 def fit_all(
     job: Job, step: int = 0, names: Collection[str] = SOURCES
 ) -> dict[str, tuple[list[float], list[list[int]], list[str], int]]:
-    """A training with each source, in folders of their own; from the checkpoint of `step` on."""
+    """Train with each source in a separate folder, from the checkpoint of `step` on."""
     multiprocessing.set_start_method(
         "fork", force=True
     )  # as in a rank; a child of tests.ranks has "forkserver"
@@ -407,7 +407,7 @@ def test_a_length_makes_epochs(tmp_path: Path) -> None:
 
 
 class Divided(Placed):
-    """Each rank has samples of its own."""
+    """Each rank has separate samples."""
 
     def __iter__(self) -> Iterator[Any]:
         return (

@@ -32,7 +32,7 @@ def report(step: int) -> str:
 
 
 def write_run(folder: Path, steps: int = STEPS, ranks: int = 2) -> Path:
-    """A run folder: each rank has a log, and all but rank 0's are empty."""
+    """Write a run folder: each rank has a log, and all but rank 0's are empty."""
     (folder / "logs").mkdir(parents=True)
     slots = [{"rank": rank, "host": "h", "ip": "10.0.0.1", "node": "n"} for rank in range(ranks)]
     plan = event("plan", backend="gloo", world_size=ranks, slots=slots)
@@ -52,7 +52,7 @@ def write_run(folder: Path, steps: int = STEPS, ranks: int = 2) -> Path:
 
 
 def exported(path: Path) -> dict[str, Any]:
-    """The data of an exported page."""
+    """Return the data of an exported page."""
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*)</script>', path.read_text()
     )

@@ -24,7 +24,7 @@ def record(
 def sweep_json(
     folder: Path, trials: list[dict[str, Any]], space: dict[str, str], **facts: Any
 ) -> Path:
-    """A folder as a sweep leaves it."""
+    """Write a folder like that of a sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     summary = {"state": "running", "space": space, "objectives": [{"name": "loss", "direction": "minimize"}],
                "best": [], "sampler": "grid", "prune": "asha", "importance": {}, "trials": trials, **facts}  # fmt: skip
@@ -142,7 +142,7 @@ def say(folder: Path, *steps: int) -> None:
 
 
 def news(viewer: SweepViewer) -> Any:
-    """What a page is sent once all trials are read."""
+    """Return the message to a page once all trials are read."""
     share, changed = asyncio.run(viewer.news(section(viewer.sweep)["trials"], 60.0))
     assert share == 1
     return changed

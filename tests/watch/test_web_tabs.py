@@ -23,7 +23,7 @@ AHEAD = "const before = Date.now; Date.now = () => before() + 3600e3;"
 def write_run(
     folder: Path, name: str, metric: str = "loss", steps: int = 100, **facts: str
 ) -> Path:
-    """The folder of a run of two ranks that goes on: all in it has happened just now."""
+    """Return the folder of a run of two ranks that still runs, with events of just now."""
     (folder / "logs").mkdir(parents=True)
     slots = [{"rank": rank, "host": "h", "ip": "10.0.0.1", "node": "n"} for rank in range(2)]
     with Events(folder / "events.jsonl") as events:
@@ -48,7 +48,7 @@ def see_log(browser: Browser, text: str) -> None:
 
 
 def streams(link: str) -> int:
-    """Connections that the server of a page holds."""
+    """Return the connections that the server of a page holds."""
     port = int(link.split(":")[2].split("/")[0])
     (server,) = [
         each for each in psutil.Process().children() if "raydist.tools.watch" in each.cmdline()

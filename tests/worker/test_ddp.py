@@ -135,7 +135,7 @@ def test_sum_and_gather_leave_what_they_were_given(tmp_path: Path) -> None:
 
 
 def collectives() -> int:
-    """How many collectives this rank's group has begun."""
+    """Return how many collectives this rank's group has begun."""
     group: Any = dist.group.WORLD
     return int(group._get_sequence_number_for_group())
 

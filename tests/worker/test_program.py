@@ -37,7 +37,7 @@ def run(script: str, *words: str, scale: str = "1x2") -> Result[Any]:
 
 
 def logs(done: Result[Any]) -> list[str]:
-    """What each rank wrote, without what the gloo of torch 2.8 says."""
+    """Return the output of each rank, without the lines of torch 2.8's gloo."""
     files = [done.dir / "logs" / f"rank-{rank}.log" for rank in range(done.world_size)]
     return [
         re.sub(r"^\[Gloo\] .*\n", "", each.read_text(errors="surrogateescape"), flags=re.M)
@@ -70,7 +70,7 @@ def test_the_rank_of_a_program_that_fails_is_named(how: str, says: str) -> None:
 
 
 def under_python(words: list[str], folder: Path, **env: str) -> dict[str, Any]:
-    """What a program finds that plain python starts."""
+    """Return the facts that a program prints when plain python starts it."""
     facts = folder / "plain"
     env = {**os.environ, "PYTHONPATH": "", **env, "FACTS": str(facts)}
     env.pop("RANK", None)
@@ -220,7 +220,7 @@ def test_a_rank_on_the_command_line_that_fails(how: str, says: str) -> None:
 def test_errors_that_record_wrote_are_reported() -> None:
     failed = failure(
         sys.executable, f"args='{SCRIPTS / 'recorded.py'}'"
-    )  # a process of its own: only the file tells
+    )  # a separate process: only the file tells
     cause = failed.result.cause
     assert (cause.rank, cause.how, cause.type, cause.message) == (
         1,

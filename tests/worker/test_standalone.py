@@ -1,4 +1,4 @@
-"""A job's file as a program of its own: settings, run folder, what is printed, how it ends."""
+"""A job's file run as a program: settings, run folder, output, exit codes."""
 
 from __future__ import annotations
 

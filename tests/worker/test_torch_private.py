@@ -34,7 +34,7 @@ def without_recorder(job: Job) -> Any:
 
 
 def read_each_torch(job: Job) -> dict[str, Any]:
-    """What the reader finds where another torch keeps this rank's collectives: the prefix and the
+    """Return the collectives that the reader finds if another torch keeps them: the prefix and the
     shape of each."""
     import torch
     import torch.distributed as dist
