@@ -28,7 +28,9 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.network import variables
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Backend, Job, Target
-from raydist.shared.events import Event, Events
+from raydist.shared import kinds
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 
 NODES, PER_NODE = 128, 8
 WATCH_S = 60.0
@@ -72,8 +74,8 @@ class Run:
 
     def seen(self, event: Event) -> None:
         """A reader of events."""
-        self.at.setdefault(event["kind"], time.monotonic())
-        self.reports += event["kind"] == "report"
+        self.at.setdefault(event.kind, time.monotonic())
+        self.reports += isinstance(event, kinds.Report)
 
     def start(self) -> None:
         """The second round of a launch."""

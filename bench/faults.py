@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.silence import HEALTH, JOB, steps
-from raydist.shared.events import Event, read_events
+from raydist.shared import kinds
+from raydist.shared.events import read_events, read_kind
+from raydist.shared.kinds import Event
 
 STEPS, STRUCK = 500, 40
 """Steps of a run, of 50 ms each, and the step before the fault: the training outlasts the 10 s of
@@ -123,8 +125,8 @@ def turn(fault: Fault) -> Seen:
         while not any(step >= STRUCK for _, step, _ in steps(folder)):
             assert run.poll() is None, "the run ended before the fault"
             time.sleep(0.01)
-        (plan,) = [each for each in read_events(events) if each["kind"] == "plan"]
-        host = next(host for host in rig.hosts if host.name == plan["slots"][1]["host"])
+        (plan,) = read_kind(kinds.Plan, events)
+        host = next(host for host in rig.hosts if host.name == plan.slots[1]["host"])
         struck = time.time()
         strike(fault, rig, host, folder)
         code = run.wait(LIMIT_S)
@@ -136,21 +138,22 @@ def seen(
 ) -> Seen:
     """What a run tells of a fault at the time `struck`. `done`: steps of rank 0; `ended`: when its
     command did."""
-    told = [each for each in events if each["t"] > struck and each["kind"] in NAMES]
+    told = [each for each in events if each.t > struck and each.kind in NAMES]
     newest, at, pause = -1, struck, 0.0
     for when, step, _ in done:
         if step > newest:
             if when > struck:
                 pause = max(pause, when - at)
             newest, at = step, max(when, struck)
-    named = told[0]["t"] - struck if told else float("nan")
+    named = told[0].t - struck if told else float("nan")
     return Seen(named, pause, ended - at, code, described(told[0]) if told else "nothing")
 
 
 def described(event: Event) -> str:
     """The event in a few words."""
-    words = event.get("text") or event.get("cause") or event.get("why") or ""
-    return f"{event['kind']}: {words}"[:90].replace("|", "/").replace("\n", " ")
+    fields = event.to_json()
+    words = fields.get("text") or fields.get("cause") or ""
+    return f"{event.kind}: {words}"[:90].replace("|", "/").replace("\n", " ")
 
 
 def main(rounds: int = 1) -> list[str]:

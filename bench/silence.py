@@ -19,7 +19,8 @@ from typing import Any
 
 import raydist
 from bench.recovery import network
-from raydist.shared.events import read_events
+from raydist.shared import kinds
+from raydist.shared.events import read_kind
 
 STEPS, STRUCK, PAUSE_S = 120, 40, 0.05
 """Steps of a turn, the one before the fault, and seconds that each takes."""
@@ -90,10 +91,8 @@ def turn_stop() -> tuple[float, float]:
             train, *words, f"hydra.run.dir={folder}/run", folder=folder, fault="stop"
         )
         struck = float((Path(folder) / "struck").read_text())
-        (told,) = [
-            each for each in read_events(done.dir / "events.jsonl") if each["kind"] == "hang"
-        ]
-        return told["t"] - struck, went_on(Path(folder), struck)
+        (told,) = read_kind(kinds.Hang, done.dir / "events.jsonl")
+        return told.t - struck, went_on(Path(folder), struck)
 
 
 def turn_cut(rig: Any) -> tuple[float, float]:
@@ -122,19 +121,13 @@ def turn_cut(rig: Any) -> tuple[float, float]:
         while not any(step >= STRUCK for _, step, _ in steps(folder)):
             assert run.poll() is None, "the run ended before its host was cut off"
             time.sleep(0.01)
-        (plan,) = [
-            each for each in read_events(folder / "run" / "events.jsonl") if each["kind"] == "plan"
-        ]
-        victim = next(host for host in rig.hosts if host.name == plan["slots"][1]["host"])
+        (plan,) = read_kind(kinds.Plan, folder / "run" / "events.jsonl")
+        victim = next(host for host in rig.hosts if host.name == plan.slots[1]["host"])
         struck = time.time()
         rig.cut(victim)
         assert run.wait(120) == 0
-        lost = next(
-            each
-            for each in read_events(folder / "run" / "events.jsonl")
-            if each["kind"] == "restart"
-        )
-        return lost["t"] - struck, went_on(folder, struck)
+        lost = next(read_kind(kinds.Restart, folder / "run" / "events.jsonl"))
+        return lost.t - struck, went_on(folder, struck)
 
 
 def cuts(rounds: int) -> list[tuple[float, float]]:

@@ -40,7 +40,8 @@ from raydist.messages.server import OpenStore, StoreAddress, Warm
 from raydist.network.facts import Facts
 from raydist.node import actor
 from raydist.node.actor import AgentHost
-from raydist.shared.events import Event, event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 STEP_S = 0.1
 """Seconds of a step; rank 0 reports each."""
@@ -151,21 +152,19 @@ class SimulatedAgent:
         events: list[Event] = []
         if not self.told:
             events += [
-                event("joined", rank=self.rank, pid=1000 + self.rank),
-                event("begin", rank=self.rank),
+                kinds.Joined(rank=self.rank, pid=1000 + self.rank),
+                kinds.Begin(rank=self.rank),
             ]
         step = max(self.step(), self.told + 1) if ORDERS.hasty else self.step()
         first = self.told + 1 if self.rank == 0 else step  # of other ranks only the newest
         for each in range(max(first, 1), step + 1):
             events.append(
-                event(
-                    "report", rank=self.rank, step=each, values={"loss": 0.123456789, "lr": 0.001}
-                )
+                kinds.Report(rank=self.rank, step=each, values={"loss": 0.123456789, "lr": 0.001})
             )
         self.told = max(step, 1)
         beat = self.beat()
         return RankNews(
-            events,
+            [each.to_json() for each in events],
             b"",
             b"",
             beat,

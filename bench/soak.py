@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import raydist
-from raydist.shared.events import read_events
+from raydist.shared import kinds
+from raydist.shared.events import read_kind
 
 REPORTS, CHECKPOINTS, RESTARTS = 500_000, 1_000, 100
 """Of each round; reports of both ranks together."""
@@ -159,13 +160,9 @@ def soak(rounds: int) -> list[str]:
         driver=os.getpid(),
     )
     assert len(done.restarts) == restarts, f"{len(done.restarts)} restarts"
-    saves = Counter(each["kind"] for each in read_events(folder / "reports" / "events.jsonl"))[
-        "saved"
-    ]
+    saves = len([*read_kind(kinds.Saved, folder / "reports" / "events.jsonl")])
     began_pids = Counter(
-        each["pid"]
-        for each in read_events(folder / "struck" / "events.jsonl")
-        if each["kind"] == "began"
+        each.pid for each in read_kind(kinds.Began, folder / "struck" / "events.jsonl")
     )
     reused = sum(times > 1 for times in began_pids.values())
     return [

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raydist.flow import run as run
     from raydist.reporting.result import Result as Result
     from raydist.settings.config import Job as Job
+    from raydist.shared import kinds
     from raydist.shared.errors import ConfigError as ConfigError
     from raydist.shared.errors import LaunchError as LaunchError
     from raydist.shared.errors import RaydistError as RaydistError
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from raydist.worker.context import report as report
     from raydist.worker.standalone import main as main
 
+    events = kinds
+
 _HOME = {
     "ConfigError": "shared.errors",
     "Job": "settings.config",
@@ -47,6 +50,7 @@ _HOME = {
     "accuracy": "training.evaluation",
     "checkpoint": "worker.checkpoint",
     "data": "training.data",
+    "events": "shared.kinds",
     "fit": "training.loop",
     "main": "worker.standalone",
     "mesh": "worker.context",
@@ -61,7 +65,7 @@ _HOME = {
     "sweep": "sweeps.flow",
 }
 """Where each public name is defined."""
-_MODULES = frozenset({"checkpoint", "data", "models", "sharded"})
+_MODULES = frozenset({"checkpoint", "data", "events", "models", "sharded"})
 """The public names that are modules."""
 __all__ = sorted(_HOME)
 

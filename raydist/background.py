@@ -15,7 +15,8 @@ from raydist.launch.payload import RemoteCall
 from raydist.reporting.result import Result
 from raydist.settings.config import Job
 from raydist.shared.errors import Stopped
-from raydist.shared.events import Event, Reader, parse_event
+from raydist.shared.events import Reader, parse_event
+from raydist.shared.kinds import Event
 from raydist.shared.signals import Halt
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ def submit(
     `Run.result`.
 
         run = raydist.submit(train, "scale=2x8", "backend=nccl")
-        losses = [e["values"]["loss"] for e in run.events() if e["kind"] == "report"]
+        losses = [e.values["loss"] for e in run.events() if isinstance(e, raydist.events.Report)]
         run.result().metrics
     """
     return Run(*claimed(job, overrides, args, kwargs), on_event)

@@ -19,6 +19,7 @@ from raydist.reporting.page_files import last_page
 from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.settings.config import Job
+from raydist.shared import kinds
 from raydist.shared.errors import as_raydist_error
 from raydist.shared.events import Events, Reader
 from raydist.shared.outcome import Attempt
@@ -54,9 +55,8 @@ def run(
     - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it
       has a parameter of that name, and with `job.args`. They travel by cloudpickle, as does what it
       returns: `Result.values`, by rank.
-    - `on_event`: called in this process with each event of the run as it happens, a dict with `t`,
-      `kind` and what raydist/shared/events.py lists for its kind. An exception in it is a warning
-      of the run, and does not end it.
+    - `on_event`: called in this process with each event of the run as it happens, an object of a
+      class of `raydist.events`. An exception in it is a warning of the run, and does not end it.
 
     ConfigError: a wrong setting, or an argument that cannot be pickled; nothing was started.
     LaunchError: the cluster, a node or a rank could not be started. RunFailed: a rank failed and
@@ -100,19 +100,20 @@ def run_job(
         # over it.
         with Trackers(job, events) as trackers, ExitStack() as connection:
             try:
-                events.say(
-                    "run",
-                    name=job.name,
-                    dir=str(folder),
-                    target=job.job.target,
-                    pages=last_page(folder),
+                events.add(
+                    kinds.Run(
+                        name=job.name,
+                        dir=str(folder),
+                        target=job.job.target,
+                        pages=last_page(folder),
+                    )
                 )
                 attempt = attempt_job(trackers.with_ids(), call, events, connection, many)
             except Exception as error:  # Ray's errors too: whatever happens, there is a result
                 attempt = Attempt(error=as_raydist_error(error))
             outcome: Result[Any] = result.make_result(folder, attempt, figures)
             outcome.save()
-            events.say("result", **outcome.to_json())
+            events.add(kinds.Result(**outcome.to_json()))
         run_storage.upload_records(job, events)
     if attempt.error is not None:
         raise attempt.error
@@ -135,7 +136,7 @@ def attempt_job(
     asked, job = job.group, connect.settle_group(job)
     check = ModelCheck(job)
     if job.group == "inline":
-        events.say("cluster", address="", asked=asked)
+        events.add(kinds.Cluster(address="", asked=asked))
         check.refuse()
         return attempt_inline(job, call, events, alone=many is None)
     warm_server.prepare(job)  # while Ray answers
@@ -180,7 +181,7 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
     """Open the agents, then make attempts with them until the run is over or leaves its nodes."""
-    events.say("plan", **group.plan.as_event())
+    events.add(kinds.Plan(**group.plan.as_event()))
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
     attempts.make(job, group)

@@ -19,12 +19,13 @@ from raydist.recovery import blame, hang_verdict, policy, straggler
 from raydist.reporting.result import make_result
 from raydist.settings.config import Backend, Job, Scale
 from raydist.shared.errors import LaunchError, RaydistError, Stopped
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End, Slow
 from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 from raydist.tools.doctor_report import Report
 from tests import machines
+from tests.records import changed, event
 from tests.reporting.folds import fold_figures
 
 FOLDER = "/data/runs/digits/2026-11-21_02-30-00"
@@ -66,7 +67,7 @@ def facts(root: Path, box: machines.Box, node: Node, gpus: Sequence[str] | None 
 
 
 def at(t: float, kind: str, **facts: Any) -> Event:
-    return {"t": t, "kind": kind, **facts}
+    return event(kind, t=t, **facts)
 
 
 def slots(ranks: int, per_node: int, gpus: bool = False) -> list[dict[str, Any]]:
@@ -122,7 +123,7 @@ def restart(t: float, end: End, step: int) -> list[Event]:
     for rank in moved:
         there[rank] |= {"host": "node-4", "ip": "10.0.0.4", "node": "id-4"}
     return [
-        at(t, "restart", **retry),
+        changed(retry, t=t),
         at(t + 0.5, "placed", number=1, moved=moved, slots=there),
         *[at(t + 1, "began", rank=rank, host="h", pid=8) for rank in range(3)],
         *[at(t + 1.5, "joined", rank=rank, pid=8) for rank in range(3)],
@@ -159,7 +160,7 @@ def finished() -> list[Event]:
         at(26, "report", rank=0, step=30, values={"accuracy": 0.91, "test_loss": 0.3}),
         at(26, "spent", rank=0, what="evaluate", s=0.5),
         saved,
-        at(27, "slow", **slow),
+        changed(slow, t=27),
         at(
             27,
             "notice",
@@ -168,13 +169,24 @@ def finished() -> list[Event]:
             hosts=["node-2"],
             s=120,
         ),
-        at(28, "takeover", node="id-4", host="node-4", ip="10.0.0.4", instead="id-1", of="node-2"),
+        at(
+            28,
+            "takeover",
+            node="id-4",
+            host="node-4",
+            ip="10.0.0.4",
+            instead="id-1",
+            of="node-2",
+            backend="gloo",
+            world_size=3,
+            slots=slots(3, 1),
+        ),
         at(28, "resize", nodes=2, before=3, backend="gloo", world_size=2, slots=slots(2, 1)),
         at(29, "restarted", number=2, step=31, s=1.25, repeated=0, resized=True),
         *steps(31, 60, 29),
         at(44, "report", rank=0, step=60, values={"accuracy": 0.978, "test_loss": 0.1}),
         at(44, "network", text="2 nodes over eth0 (TCP); no node has InfiniBand", nodes=[]),
-        {**saved, "t": 45, "step": 60, "path": f"{FOLDER}/checkpoints/step-60"},
+        changed(saved, t=45, step=60, path=f"{FOLDER}/checkpoints/step-60"),
     ]
     return with_result(events, 46)
 
@@ -296,10 +308,10 @@ def hang() -> Event:
 
 def failure_events(first: End, *others: End) -> list[Event]:
     """Return the events of a failure whose cause is `first`."""
-    cause = blame.failure_facts(first, [first, *others])
+    failed = blame.failure_event(first, [first, *others], 0)
     return [
         at(18.4, "stop", cause="failure", reason="a rank failed"),
-        at(18.6, "failure", **cause, attempt=0),
+        changed(failed, t=18.6),
     ]
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from raydist.node import kept_server
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
 from tests.leftovers import idle_servers, marked, poll_until_empty, server_folders
+from tests.records import read_events
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +91,7 @@ class Program:
             key=lambda path: path.name,
         )
 
-    def events(self, *kinds: str) -> list[Event]:
+    def events(self, *kinds: str) -> list[EventJson]:
         """Return the events so far, of these kinds only if any are given."""
         return [
             happened

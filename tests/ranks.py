@@ -25,7 +25,8 @@ from ray import cloudpickle
 from raydist.launch import preload
 from raydist.node.rendezvous import open_store
 from raydist.settings.config import Job
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event, EventJson
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
 from raydist.worker import backends, context
 
@@ -59,9 +60,9 @@ class RankResult:
 
     value: Any = None
     error: str = ""
-    events: list[Event] = field(default_factory=list)
+    events: list[EventJson] = field(default_factory=list)
 
-    def kind(self, kind: str) -> list[Event]:
+    def kind(self, kind: str) -> list[EventJson]:
         return [happened for happened in self.events if happened["kind"] == kind]
 
     @property
@@ -81,8 +82,8 @@ def as_rank(
     def emit(happened: Event) -> None:
         """Note an event. Drop a sharded checkpoint, as a driver whose nodes cannot write does: no
         other process of a test would write it, and rank 0 waits for that."""
-        result.events.append(happened)
-        if happened["kind"] == "save_shards" and (memory := context.current().memory):
+        result.events.append(happened.to_json())
+        if isinstance(happened, kinds.SaveShards) and (memory := context.current().memory):
             os.pwrite(memory[0], blank_page()[:WORD], LOCK)
 
     context.enter(context.Context(rank=me, emit=emit, beat=lambda step, phase: None))

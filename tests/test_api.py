@@ -28,6 +28,7 @@ Every name that `import raydist` gives. The text is that of the docstrings: `hel
 MEMBERS = {
     "checkpoint": ("save", "latest", "load", "Saved"),
     "sharded": ("keep", "load"),
+    "events": ("Event", "from_json"),
     "data": ("on_disk", "TokenFiles", "byte_pairs", "encode_together", "BytePairs"),
     "models": ("MLP", "SmallCNN", "GPT", "build_model", "utilization"),
 }
@@ -35,7 +36,7 @@ MEMBERS = {
 RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}
 """Types that public functions return and that have no public name."""
 GROUPS = {
-    "Run a job": ("run", "submit", "Run", "sweep", "main", "Result", "End", "Job"),
+    "Run a job": ("run", "submit", "Run", "sweep", "main", "Result", "End", "events", "Job"),
     "Inside a job": (
         "fit",
         "rank",

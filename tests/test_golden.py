@@ -32,6 +32,7 @@ from raydist.reporting.console import Console
 from raydist.reporting.failures import Failures
 from raydist.reporting.page_files import Pages
 from raydist.settings.config import Watch
+from raydist.shared.kinds import Event
 from raydist.sweeps.table import SweepScreen, summary_facts, sweep_headline, table_rows
 from raydist.sweeps.trial import Trial, WatchedTrial, objectives, unreported_objective
 from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, sweep, warm
@@ -132,7 +133,7 @@ def console(here: Path) -> str:
     return "\n".join([*texts, f"# quiet\n{screen(canned.finished(), Watch(progress='none'))}"])
 
 
-def screen(events: Sequence[dict[str, object]], settings: Watch) -> str:
+def screen(events: Sequence[Event], settings: Watch) -> str:
     stream = io.StringIO()
     failures = Failures()
     with Console(settings, stream, failures) as console:

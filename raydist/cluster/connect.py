@@ -20,7 +20,7 @@ from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
 from raydist.cluster.gcs import answers
 from raydist.cluster.nodes import Node, NodeType, nodes_from_ray, types_from_config
 from raydist.settings.config import Job
-from raydist.shared import ending, signals
+from raydist.shared import ending, kinds, signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 from raydist.shared.home import home_folder
@@ -61,10 +61,10 @@ def connect(job: Job, events: Events) -> Iterator[None]:
     try:
         signals.raise_again()
         address = ray.get_runtime_context().gcs_address
-        events.say("cluster", address=address, started=started, nodes=len(alive_nodes()))
+        events.add(kinds.Cluster(address=address, started=started, nodes=len(alive_nodes())))
         for text in ray_private.missing_parts():
-            events.say("warning", text=text)
-        events.say("phase", name="connect", s=time.time() - began)
+            events.warn(text)
+        events.add(kinds.Phase(name="connect", s=time.time() - began))
         yield
     finally:
         _exit()

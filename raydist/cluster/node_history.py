@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, room
 from raydist.cluster.placement import Plan
 from raydist.settings.config import Job
-from raydist.shared import env_names, home
+from raydist.shared import env_names, home, kinds
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
 from raydist.shared.rank_names import counted
@@ -262,7 +262,7 @@ def avoiding_offenders(
     by_id = {node.id: node for node in nodes}
     found = offenders(job, request, nodes, cluster)
     for each in found:
-        events.say("avoid", node=each.node, avoided=each.avoided, text=each.text)
+        events.add(kinds.Avoid(node=each.node, avoided=each.avoided, text=each.text))
     avoided = [each.node for each in found if each.avoided]
     free = {id: math.floor(by_id[id].free.get("CPU", 0) * 1e4) / 1e4 for id in avoided}
     reserved = _reserve_cpus({id: cpus for id, cpus in free.items() if cpus})

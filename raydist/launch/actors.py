@@ -14,7 +14,7 @@ from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
 from raydist.node.actor import MpiNodeActor, NodeActor
-from raydist.shared import signals
+from raydist.shared import kinds, signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 
@@ -41,7 +41,7 @@ class Waiting:
         if time.monotonic() - self._began > self._patience:
             raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {reason}")
         if reason != self._reported:
-            self._events.say("wait", text=reason)
+            self._events.add(kinds.Wait(text=reason))
         self._reported = reason
 
 

@@ -21,8 +21,9 @@ from raydist.messages.shards import (
     WriteShards,
 )
 from raydist.settings.config import Checkpoint
+from raydist.shared import kinds
 from raydist.shared.errors import last_line
-from raydist.shared.events import Event, event
+from raydist.shared.kinds import Event
 from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 
 FLUSH_S = 600.0
@@ -69,7 +70,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
     for node in nodes:
         try:
             for each in node.ask(Flush()).result(FLUSH_S):
-                emit(each)
+                emit(kinds.from_json(each))
             break
         except Exception as error:  # that node is gone: another one has the same state
             failed.append(f"{node.host}: {type(error).__name__}: {last_line(error)}")
@@ -87,7 +88,7 @@ def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -
     if isinstance(chosen, WholeShards):
         have_shards_written(nodes, chosen, Description(settings.keep, settings.best), emit)
     elif chosen:
-        emit(event("warning", text=chosen))
+        emit(kinds.Warning(text=chosen))
 
 
 def choose_shards(held: Mapping[int, HeldShards]) -> WholeShards | str:
@@ -147,14 +148,14 @@ def have_shards_written(
                 f"the checkpoint of step {step} is not complete, and is dropped: no shards "
                 f"from {hosts}"
             )
-            emit(event("warning", text=text))
+            emit(kinds.Warning(text=text))
         if not missing and wanted():
             path = _commit(nodes, shards, mark, files, described, emit, within_s)
     finally:
         if not path and wanted():
             _ask(nodes, dict.fromkeys(shards.ranks, DropShards(step, mark, folder)), emit, within_s)
     if path:
-        emit(event("saved", rank=0, step=step, path=path, s=time.perf_counter() - began))
+        emit(kinds.Saved(rank=0, step=step, path=path, s=time.perf_counter() - began))
 
 
 def _commit(
@@ -186,7 +187,7 @@ def _commit(
                 "see, or "
                 "storage=s3://BUCKET/FOLDER"
             )
-            emit(event("warning", text=text))
+            emit(kinds.Warning(text=text))
     return ""
 
 
@@ -209,8 +210,7 @@ def _ask(
             replies[number] = call.result()
         elif isinstance(error, OSError):  # raised by its writer process
             emit(
-                event(
-                    "warning",
+                kinds.Warning(
                     text=f"{nodes[number].host}: a checkpoint could not be written: {error}",
                 )
             )

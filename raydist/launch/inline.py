@@ -31,8 +31,10 @@ from raydist.node import cache_folder, probe, rendezvous
 from raydist.node.actor import AgentHost
 from raydist.node.load import LoadReader
 from raydist.settings.config import Job
+from raydist.shared import kinds
 from raydist.shared.errors import LaunchError, Stopped
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End, Slow
 from raydist.state.object_store import environment
 from raydist.worker import backends, context, target
@@ -65,11 +67,9 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
     logs = Path(job.dir).absolute() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     end = End(rank=0, host=plan.slots[0].node.host, how="finished", at=time.time())
-    events.say("plan", **plan.as_event())
-    checks_node.check_nodes(job, plan, (facts,), lambda text: events.say("warning", text=text))
-    resume = run_storage.RunCheckpoints(job).variables(
-        lambda text: events.say("warning", text=text)
-    )
+    events.add(kinds.Plan(**plan.as_event()))
+    checks_node.check_nodes(job, plan, (facts,), events.warn)
+    resume = run_storage.RunCheckpoints(job).variables(events.warn)
     env = cache_folder.fill_in(
         {var.name: var.value.replace(RANK_FOLDER, str(logs)) for var in (*variables, *resume)}
     )
@@ -82,7 +82,7 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
     ):
         try:
             with backends.join(plan.request.backend, job, os.environ):
-                context.emit_event("joined", pid=os.getpid())
+                context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
                 value = (
                     target.call_function(target.load_target(job.job.target), job)
                     if call is None
@@ -93,7 +93,7 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
             return Attempt(ends=[end], error=stop)
         except Exception as error:
             exception = exception_facts(error)
-            context.emit_event("raised", **exception)
+            context.emit_event(kinds.Raised(rank=context.rank().rank, **exception))
             return Attempt(ends=[replace(end, how="raised", **exception)], exceptions={0: error})
         finally:
             del store
@@ -145,8 +145,8 @@ def rank_context(events: Events) -> Iterator[Callable[[], dict[int, Pace]]]:
     def emit(event: Event) -> None:
         nonlocal began
         events.add(event)
-        if began and event["kind"] == "report" and "step" in event:
-            events.say("phase", name="first step", s=event["t"] - began)
+        if began and isinstance(event, kinds.Report) and event.step is not None:
+            events.add(kinds.Phase(name="first step", s=event.t - began))
             began = None
 
     rank = context.Rank.from_env(os.environ)

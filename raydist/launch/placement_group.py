@@ -24,6 +24,7 @@ from raydist.messages.request import AnyReply, Request
 from raydist.node import kept_server
 from raydist.settings import validate
 from raydist.settings.config import Job
+from raydist.shared import kinds
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
 
@@ -56,7 +57,7 @@ def placed_group(
         plan = placement.assign_ranks(
             request, wait_until_placed(held, request, job.scale.wait_s, events)
         )
-        events.say("phase", name="place", s=time.time() - began)
+        events.add(kinds.Phase(name="place", s=time.time() - began))
         actors = gang.actors if gang else Actors(plan, held, options)
         hosts = RayHosts(job, address, held, actors, events)
         with WorkerGroup(plan, hosts, events) as group:

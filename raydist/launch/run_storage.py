@@ -11,7 +11,7 @@ from pathlib import Path
 from raydist.network.names import EnvVar
 from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
-from raydist.shared import env_names
+from raydist.shared import env_names, kinds
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.shared.events import Events
 from raydist.state import checkpoint_files, object_store, run_checkpoints
@@ -126,14 +126,14 @@ class RunCheckpoints:
                     time.sleep(LOOK_S)
                 saved = checkpoint_files.newest(folder, hashed=False) if newest > reported else None
                 if saved is not None and saved.step > reported:
-                    events.say("saved", rank=0, step=saved.step, path=str(saved.path), s=0.0)
+                    events.add(kinds.Saved(rank=0, step=saved.step, path=str(saved.path), s=0.0))
                     reported = saved.step
                 return reported >= wanted
         except Exception as error:  # the reported checkpoints exist nevertheless
             text = (
                 f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
             )
-            events.say("warning", text=text)
+            events.warn(text)
         return False
 
 
@@ -143,7 +143,7 @@ def _reported(events: Events, folder: StoragePath) -> int:
     They are those of the raydist.fit that saves into the folder.
     """
     number = run_checkpoints.fit_of(folder / "any")
-    saved = ((event["step"], Path(event.get("path", ""))) for event in events.all("saved"))
+    saved = ((event.step, Path(event.path)) for event in events.all(kinds.Saved))
     return max((step for step, path in saved if run_checkpoints.fit_of(path) == number), default=-1)
 
 
@@ -181,7 +181,7 @@ def upload_records(job: Job, events: Events) -> None:
             f"the records of the run could not be copied to {storage} "
             f"({object_store.reason(error)})"
         )
-        events.say("warning", text=f"{text}; they are in {local}")
+        events.warn(f"{text}; they are in {local}")
 
 
 def _copy(file: Path, to: StoragePath) -> None:

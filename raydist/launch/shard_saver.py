@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from raydist.launch import flush
 from raydist.launch.flush import Description, Emit, FlushNode
+from raydist.shared import kinds
 from raydist.shared.errors import last_line
-from raydist.shared.events import event
 from raydist.state.shard_choice import WholeShards
 
 
@@ -41,7 +41,7 @@ class ShardSaver:
                 text = (
                     f"the checkpoint of step {shards.step} could not be written: {last_line(error)}"
                 )
-                self._emit(event("warning", text=text))
+                self._emit(kinds.Warning(text=text))
 
         self._thread = thread = threading.Thread(target=write, name="raydist-save", daemon=True)
         thread.start()

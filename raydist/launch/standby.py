@@ -16,6 +16,7 @@ from raydist.cluster.shortage import describe_shortage
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.messages.agent import Close, Open, Opened
 from raydist.settings.config import Scale
+from raydist.shared import kinds
 from raydist.shared.events import Events
 from raydist.shared.rank_names import counted
 
@@ -131,8 +132,10 @@ class StandbyNodes:
         avoided = count >= self._max or bool(others)
         if (node.id, avoided) not in self._reported:
             self._reported.add((node.id, avoided))
-            self._events.say(
-                "avoid", node=node.id, avoided=avoided, text=self._reason_to_avoid(node, avoided)
+            self._events.add(
+                kinds.Avoid(
+                    node=node.id, avoided=avoided, text=self._reason_to_avoid(node, avoided)
+                )
             )
         return avoided
 
@@ -195,17 +198,20 @@ class StandbyNodes:
         self._actors.set_plan(plan)
         self._lost -= {(slot.bundle, slot.node.id) for slot in plan.slots}
         if len(plan.nodes) != len(before):
-            self._events.say("resize", nodes=len(plan.nodes), before=len(before), **plan.as_event())
+            self._events.add(
+                kinds.Resize(nodes=len(plan.nodes), before=len(before), **plan.as_event())
+            )
         for old, new in zip(before, plan.nodes, strict=False):
             if old.id != new.id and len(plan.nodes) == len(before):
-                self._events.say(
-                    "takeover",
-                    node=new.id,
-                    host=new.host,
-                    ip=new.ip,
-                    instead=old.id,
-                    of=old.host,
-                    **plan.as_event(),
+                self._events.add(
+                    kinds.Takeover(
+                        node=new.id,
+                        host=new.host,
+                        ip=new.ip,
+                        instead=old.id,
+                        of=old.host,
+                        **plan.as_event(),
+                    )
                 )
         return plan
 

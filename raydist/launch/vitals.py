@@ -14,7 +14,9 @@ from raydist.cluster.placement import Plan
 from raydist.launch.limits import LOAD_S, longest
 from raydist.messages.agent import GetLoad, NodeLoad
 from raydist.messages.request import Transport
+from raydist.shared import kinds
 from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 
 EVERY_S = 10.0
 """Seconds between two events of a kind, in a run of a few nodes."""
@@ -70,37 +72,33 @@ class Vitals(AbstractContextManager["Vitals"]):
 
     def _watch(self) -> None:
         first = time.monotonic() + FIRST_S
-        kinds: dict[str, Callable[[], Mapping[str, object]]] = {
-            "pace": self._ranks,
-            "nodes": self._nodes,
-        }
-        due = {kind: Rhythm(first) for kind in kinds}
+        makers: dict[str, Callable[[], Event | None]] = {"pace": self._ranks, "nodes": self._nodes}
+        due = {kind: Rhythm(first) for kind in makers}
         while due and not self._closed.wait(
             max(0.0, min(each.due for each in due.values()) - time.monotonic())
         ):
             kind = min(due, key=lambda name: due[name].due)
             try:
-                facts = kinds[kind]()
+                event = makers[kind]()
             except Exception as error:
                 del due[kind]
-                kind, facts = (
-                    "warning",
-                    {"text": f"no more {kind} events: {type(error).__name__}: {error}"},
-                )
+                why = f"{type(error).__name__}: {error}"
+                event = kinds.Warning(text=f"no more {kind} events: {why}")
             else:
-                due[kind].said(time.monotonic(), len(json.dumps(facts)))
+                size = len(json.dumps(event.to_json())) if event else 0
+                due[kind].said(time.monotonic(), size)
             with self._lock:
-                if facts and not self._closed.is_set():
-                    self._events.say(kind, **facts)
+                if event and not self._closed.is_set():
+                    self._events.add(event)
 
-    def _ranks(self) -> Mapping[str, object]:
+    def _ranks(self) -> kinds.Pace | None:
         ranks = {
-            rank: (step, rounded(own), rounded(whole))
+            str(rank): (step, rounded(own), rounded(whole))
             for rank, (step, own, whole) in sorted(self._pace().items())
         }
-        return {"ranks": ranks} if ranks else {}
+        return kinds.Pace(ranks=ranks) if ranks else None
 
-    def _nodes(self) -> Mapping[str, object]:
+    def _nodes(self) -> kinds.Nodes | None:
         """Return the load of each node that answers.
 
         A node that has not answered the last request gets no other.
@@ -114,11 +112,8 @@ class Vitals(AbstractContextManager["Vitals"]):
             for rank, call in self._asked.items()
             if call in done and not call.exception()
         }
-        return (
-            {"nodes": {self._leads[rank]: load for rank, load in answers.items()}}
-            if answers
-            else {}
-        )
+        nodes = {self._leads[rank]: load for rank, load in answers.items()}
+        return kinds.Nodes(nodes=nodes) if nodes else None
 
 
 def rounded(seconds: float) -> float:

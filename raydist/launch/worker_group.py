@@ -52,8 +52,9 @@ from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
 from raydist.settings.config import Job, as_dict
 from raydist.shared import arguments as shared_arguments
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, LaunchError, Stopped, last_line
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
 from raydist.shared.own_path import machine_id
 from raydist.state.shard_choice import WholeShards
 
@@ -125,8 +126,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         opened = self._open(range(self.plan.world_size), None if file else self._store)
         self._check_paths(files, [each.result(ANSWER_S * 2) for each in unreachable])
         born = max(began, *(each.born for each in opened))
-        self._events.say("phase", name="actors", s=born - began)
-        self._events.say("phase", name="warm-up", s=time.time() - born)
+        self._events.add(kinds.Phase(name="actors", s=born - began))
+        self._events.add(kinds.Phase(name="warm-up", s=time.time() - born))
         self._note_facts()
         self._set_rendezvous(opened[0].store, file, attempt)
 
@@ -217,9 +218,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = self.plan.slots[0].node.host
             why = f"{type(error).__name__}: {last_line(error)}"
-            self._events.say(
-                "warning", text=f"not waiting for the checkpoint that {host} may be writing ({why})"
-            )
+            self._events.warn(f"not waiting for the checkpoint that {host} may be writing ({why})")
 
     def lost_ranks(self, gone: Collection[int] = ()) -> list[int]:
         """Return the ranks that can't be started where they are.
@@ -303,7 +302,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Write the last snapshot to the disk; return why no node could, empty if one has."""
         return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
-    def save_shards(self, asked: Event) -> None:
+    def save_shards(self, asked: kinds.SaveShards) -> None:
         """Have all nodes write the sharded checkpoint that rank 0 requested.
 
         The ranks train meanwhile.
@@ -313,9 +312,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         for slot in self.plan.slots:
             number = of_node[slot.node_rank]
             ranks[number] = (*ranks.get(number, ()), slot.rank)
-        described = Description(**{name: asked[name] for name in vars(Description(0, None))})
+        described = Description(asked.keep, asked.best, asked.folder, asked.metrics, asked.reported)
         nodes = [FlushNode(lead.node.host, partial(self.call, lead.rank)) for lead in self._leads]
-        self._saver.start(nodes, WholeShards(asked["step"], self.plan.world_size, ranks), described)
+        self._saver.start(nodes, WholeShards(asked.step, self.plan.world_size, ranks), described)
 
     def finish_saves(self) -> None:
         """Wait for a sharded checkpoint being written, unless a node with a part of it is gone."""
@@ -345,10 +344,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         slots = [self.plan.slots[rank] for rank in ranks]
         installs = ", ".join(self._job.pip)
         if installs:
-            self._events.say(
-                "wait",
-                text=f"Ray installs {installs} on each node; the first time takes minutes",
-            )
+            text = f"Ray installs {installs} on each node; the first time takes minutes"
+            self._events.add(kinds.Wait(text=text))
         limit = OPEN_S + (runtime_env.INSTALL_S if installs else 0.0)
         replies = self.call_each(self.nodes.requests(slots, store), limit, ranks)
         for slot, opened in zip(slots, replies, strict=True):
@@ -358,9 +355,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                     f"a module imported on {slot.node.host} initialised CUDA, which no fork "
                     "survives: its ranks are"
                 )
-                self._events.say(
-                    "warning",
-                    text=f"{text} started as new processes, each of which imports everything",
+                self._events.warn(
+                    f"{text} started as new processes, each of which imports everything"
                 )
         return replies
 
@@ -375,7 +371,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             else ""
         )
         if warning := shared_paths.check_paths(self._job, self._hosts, unreachable, text, files):
-            self._events.say("warning", text=warning)
+            self._events.warn(warning)
 
     @property
     def _leads(self) -> list[Slot]:
@@ -414,9 +410,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         `call`: the pickled function, if the job is one.
         """
-        checks_node.check_nodes(
-            job, self.plan, self.facts, lambda text: self._events.say("warning", text=text)
-        )
+        checks_node.check_nodes(job, self.plan, self.facts, self._events.warn)
         self._send_call(call)
         self._known_values.clear()
         copied = runtime_env.root(job)
@@ -447,7 +441,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                 replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank])
             )
         for slot, pid in zip(self.plan.slots, self.call_each(requests), strict=True):
-            self._events.say("began", rank=slot.rank, host=slot.node.host, pid=pid)
+            self._events.add(kinds.Began(rank=slot.rank, host=slot.node.host, pid=pid))
 
     def _send_call(self, call: bytes | None) -> None:
         """Send the pickled function to each node, once for all its ranks.
@@ -489,8 +483,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self.plan.request.backend, nodes, node_of_rank, logs
         )
         for text in warnings:
-            self._events.say("warning", text=text)
-        self._events.say("network", **event)
+            self._events.warn(text)
+        self._events.add(event)
 
     def stop(self, ranks: Iterable[int], grace: float) -> None:
         """Send these ranks SIGTERM, and SIGKILL after `grace` seconds.

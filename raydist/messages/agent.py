@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from raydist.network.facts import Facts
     from raydist.network.nccl_log import Log
     from raydist.network.traffic import Ports
-    from raydist.shared.events import Event
+    from raydist.shared.kinds import EventJson
 
 DYING_S = 45.0
 """Maximum wait of an agent, and of the driver, for the end of a process that was sent SIGKILL.
@@ -170,7 +170,7 @@ class KeepCall(Request[None]):
 class RankNews:
     """What a rank has reported since the last reply."""
 
-    events: Sequence[Event]
+    events: Sequence[EventJson]
     log: bytes
     """New bytes of its output."""
     nccl: bytes
@@ -257,7 +257,7 @@ class WaitForWriter(Request[None]):
 
 
 @dataclass(frozen=True)
-class Flush(Request["list[Event]"]):
+class Flush(Request["list[EventJson]"]):
     """Write the newest snapshot of this node to the disk; reply with the events of the writer."""
 
 

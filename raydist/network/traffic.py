@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from raydist.network import nccl_log
 from raydist.network.nccl_log import Log
+from raydist.shared import kinds
 from raydist.shared.rank_names import counted
 
 NOTICED = 10e6
@@ -47,14 +48,6 @@ class NodeBytes(TypedDict):
     """Total GB/s of the ports that carried the run; 0 if one is unknown."""
 
 
-class NetworkEvent(TypedDict):
-    """The fields of the event `network`."""
-
-    text: str
-    """One line for a person."""
-    nodes: list[NodeBytes]
-
-
 @dataclass(frozen=True)
 class NodeTraffic:
     """Port counters of one node, at the start and at the end of a run."""
@@ -83,8 +76,8 @@ class NodeTraffic:
 
 def traffic_event(
     backend: str, nodes: Sequence[NodeTraffic], node_of: Sequence[int], logs: Sequence[Log]
-) -> tuple[NetworkEvent, list[str]]:
-    """Return the fields of the event `network`, and warnings about contradictions and errors.
+) -> tuple[kinds.Network, list[str]]:
+    """Return the event `network`, and warnings about contradictions and errors.
 
     `node_of`: for each rank the index of its node in `nodes`. `logs`: NCCL's log of each rank.
     """
@@ -110,7 +103,7 @@ def traffic_event(
     )
     if not rdma:
         text += f"; {unused_infiniband(nodes, logs, backend)}"
-    event = NetworkEvent(
+    event = kinds.Network(
         text=text,
         nodes=[_node_bytes(node, names) for node, names in zip(nodes, carriers, strict=True)],
     )

@@ -93,7 +93,7 @@ from raydist.worker.heartbeat import (
 if TYPE_CHECKING:
     from raydist.network.facts import Facts
     from raydist.node.checkup import Checkup
-    from raydist.shared.events import Event
+    from raydist.shared.kinds import EventJson
 
 LOG_CHUNK = 1 << 20
 """Maximum bytes of a rank's output in one reply."""
@@ -129,7 +129,7 @@ class RankAgent:
         self._client: ForkClient | None = None
         self._connecting: asyncio.Task[ForkClient] | None = None
         self._news = asyncio.Event()
-        self._events: list[Event] = []
+        self._events: list[EventJson] = []
         self._end: RankEnd | None = None
         self._mpi_env: dict[str, str] = {}
         """Variables that mpirun set for the rank; those of its spec override them."""
@@ -460,7 +460,7 @@ class RankAgent:
         """
         return recorded_end.read_value(self.folder / f"rank-{self.rank}")
 
-    async def flush(self) -> list[Event]:
+    async def flush(self) -> list[EventJson]:
         """Write this node's newest snapshot to the disk, and return the writer's events."""
         if self._writer is not None:
             await self._writer.wait()
@@ -543,7 +543,7 @@ class RankAgent:
             phase == "save" and time.time() - at > SERVER_S
         )
 
-    def _end_refused(self, why: str) -> Event:
+    def _end_refused(self, why: str) -> EventJson:
         """Kill the rank because a setting forbids it to continue.
 
         Return the event that the rank would have sent if it had raised a LaunchError.
@@ -613,7 +613,7 @@ class RankAgent:
         else:
             held.set_exception(outcome)
 
-    def _add_event(self, event: Event) -> None:
+    def _add_event(self, event: EventJson) -> None:
         """Keep an event for the driver.
 
         Of consecutive reports of a rank other than 0, only the newest is kept.

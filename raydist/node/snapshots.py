@@ -23,8 +23,8 @@ from raydist.messages.shards import (
 )
 from raydist.messages.wire import encode
 from raydist.node import shards
-from raydist.shared import env_names
-from raydist.shared.events import Event, event
+from raydist.shared import env_names, kinds
+from raydist.shared.kinds import Event
 from raydist.state import checkpoint_files
 from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.snapshot_layout import (
@@ -199,7 +199,7 @@ def run_writer(
             os.nice(BESIDE_THEM)
         if isinstance(request, WriteCheckpoint):
             lines = [
-                json.dumps(each).encode()
+                json.dumps(each.to_json()).encode()
                 for each in write_checkpoint(memories.descriptors, request.last)
             ]
         else:
@@ -208,11 +208,8 @@ def run_writer(
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         if isinstance(request, WriteCheckpoint):
-            lines = [
-                json.dumps(
-                    event("warning", text=f"a checkpoint could not be written: {why}")
-                ).encode()
-            ]
+            warning = kinds.Warning(text=f"a checkpoint could not be written: {why}")
+            lines = [json.dumps(warning.to_json()).encode()]
         else:
             lines = [encode(WriterFailed(why))]
     if reply >= 0:
@@ -230,8 +227,8 @@ def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
     if request is None:
         return []
     path, trouble = checkpoint_files.write_and_prune(request)
-    saved = event("saved", rank=0, step=request.step, path=str(path), s=time.perf_counter() - began)
-    return [*([event("warning", text=trouble)] if trouble else []), saved]
+    saved = kinds.Saved(rank=0, step=request.step, path=str(path), s=time.perf_counter() - began)
+    return [*([kinds.Warning(text=trouble)] if trouble else []), saved]
 
 
 def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRequest | None:

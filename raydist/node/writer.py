@@ -13,7 +13,7 @@ from raydist.messages.server import WriteCheckpoint
 from raydist.messages.shards import ShardsReply, ShardsRequest, WriterFailed
 from raydist.messages.wire import PACKET, TAG, Message, decode, from_json
 from raydist.node.fork_client import ForkClient
-from raydist.shared.events import Event
+from raydist.shared.kinds import EventJson
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -22,7 +22,7 @@ class Writer:
     """Has the fork server fork writer processes, one at a time, and reads what they send."""
 
     def __init__(
-        self, server: ForkClient, add_event: Callable[[Event], None], spawn: Spawn
+        self, server: ForkClient, add_event: Callable[[EventJson], None], spawn: Spawn
     ) -> None:
         """`spawn`: creates a task that ends with the agent."""
         self._server, self._add_event, self._spawn = server, add_event, spawn
@@ -76,7 +76,7 @@ async def read_reply(sock: socket.socket) -> Message | None:
 
 async def read_messages(
     sock: socket.socket,
-    add_event: Callable[[Event], None],
+    add_event: Callable[[EventJson], None],
     take: Callable[[Message], None],
     opened: Callable[[asyncio.StreamWriter], None] = lambda _: None,
 ) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from raydist.recovery.policy import Retry
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 
 @dataclass
@@ -27,10 +27,11 @@ class Arrival:
     def add(self, event: Event) -> dict[str, float]:
         """Read one event; return the seconds of each part of the launch that it completes."""
         before = self.met, self.stepped
-        if event["kind"] == "joined":
-            self.joined[event["rank"]] = event["t"]
-        elif event["kind"] == "report" and "step" in event and self.stepped is None:
-            self.stepped = event["t"]
+        match event:
+            case kinds.Joined():
+                self.joined[event.rank] = event.t
+            case kinds.Report() if event.step is not None and self.stepped is None:
+                self.stepped = event.t
         if self.met is None and len(self.joined) == self.world_size:
             self.met = max(self.began, *self.joined.values())
         if self.met is None or (self.met, self.stepped) == before:
@@ -52,23 +53,24 @@ class RestartCost:
     """The step from which the loop continued; None if it began anew."""
     stepped: bool = False
 
-    def add(self, rank: int, event: Event) -> dict[str, Any] | None:
+    def add(self, rank: int, event: Event) -> kinds.Restarted | None:
         """Record an event of a rank.
 
-        Returns the facts of the event `restarted` once, at the first step.
+        Returns the event `restarted` once, at the first step.
         """
         if rank != 0 or self.stepped:
             return None
-        if event["kind"] == "begin":
-            self.resumed = event.get("resumed")
-        if event["kind"] != "report" or event.get("step", 0) <= (self.resumed or 0):
+        if isinstance(event, kinds.Begin):
+            self.resumed = event.resumed
+        step = (event.step or 0) if isinstance(event, kinds.Report) else 0
+        if step <= (self.resumed or 0):
             return None  # a report without a later step may be an evaluation
-        self.stepped, step = True, event["step"]
+        self.stepped = True
         repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
-        return {
-            "number": self.retry.failures,
-            "step": step,
-            "s": event["t"] - self.retry.since,
-            "repeated": repeated,
-            "resized": self.retry.cause is None,
-        }
+        return kinds.Restarted(
+            number=self.retry.failures,
+            step=step,
+            s=event.t - self.retry.since,
+            repeated=repeated,
+            resized=self.retry.cause is None,
+        )

@@ -14,13 +14,13 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.network import variables as network_variables
 from raydist.network.names import EnvVar
 from raydist.recovery import policy
-from raydist.recovery.blame import failure_facts, first_cause
+from raydist.recovery.blame import failure_event, first_cause
 from raydist.recovery.classify import RankRecord, classify_lost
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
-from raydist.shared import env_names
+from raydist.shared import env_names, kinds
 from raydist.shared.errors import LaunchError, RaydistError
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
@@ -81,7 +81,7 @@ class Attempts:
         wait_s = SAVED_S if self._unwritten else 0.0
         found = left_alone and self._checkpoints.report_saved(self._events, wait_s, self._held)
         if self._unwritten and not found:
-            self._events.say("warning", text=self._unwritten)
+            self._events.warn(self._unwritten)
         return self.outcome
 
     def cut_short(self, error: RaydistError) -> None:
@@ -95,16 +95,16 @@ class Attempts:
         retry = self._elsewhere
         if retry is not None:
             moved = list(range(group.plan.world_size))
-            self._events.say("placed", number=retry.number, moved=moved)
+            self._events.add(kinds.Placed(number=retry.number, moved=moved))
             group.first_world_size = len(self._past[0].ends)
         return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
 
     def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
         """Retry in the same placement; on failure return the previous attempt, with the error."""
         if retry.cause is None:
-            self._events.say("regroup", number=retry.number, text=self._past[-1].resize)
+            self._events.add(kinds.Regroup(number=retry.number, text=self._past[-1].resize))
         else:
-            self._events.say("restart", **retry.as_event(job.restart))
+            self._events.add(retry.as_event(job.restart))
         # The nodes that stay have the state in memory, but they may be taken away too.
         if policy.is_drained(self._past[-1]):
             self._flush(group)
@@ -112,7 +112,7 @@ class Attempts:
             gone = {end.rank for end in self._past[-1].ends if end.gone}
             moved = group.prepare_attempt(job, retry.number, retry.cause is None, gone)
             slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
-            self._events.say("placed", number=retry.number, moved=moved, **slots)
+            self._events.add(kinds.Placed(number=retry.number, moved=moved, **slots))
             return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
         except RaydistError as error:
             return replace(self._past[-1], error=error)
@@ -123,13 +123,13 @@ class Attempts:
         All ranks leave, not only those on drained nodes: Ray cannot move part of a placement group.
         """
         self._elsewhere = retry
-        self._events.say("restart", **retry.as_event(job.restart))
+        self._events.add(retry.as_event(job.restart))
         self._flush(group)
 
     def _flush(self, group: WorkerGroup) -> None:
         group.finish_saves()
         if why := group.flush():
-            self._events.say("warning", text=why)
+            self._events.warn(why)
 
     def _conclude(self, job: Job, group: WorkerGroup, reason: str) -> Attempt:
         """Return all attempts as one. `reason`: why no other follows.
@@ -173,7 +173,7 @@ def run_attempt(
         job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size
     )
     with mpi.launching(job, group):
-        resume = checkpoints.variables(lambda text: events.say("warning", text=text))
+        resume = checkpoints.variables(events.warn)
         variables = rank_variables(job, group, resume)
         try:
             group.start(job, variables, call.packed if call else None)
@@ -215,9 +215,9 @@ def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
     first = first_cause(attempt.ends)
     if first is None or attempt.error is not None:
         return attempt
-    facts = failure_facts(first, attempt.ends)
-    events.say("failure", **facts, attempt=number)
-    return replace(attempt, failure=facts["text"])
+    failure = failure_event(first, attempt.ends, number)
+    events.add(failure)
+    return replace(attempt, failure=failure.text)
 
 
 def sized(job: Job, first: int, ranks: int, per_node: int) -> Job:

@@ -6,8 +6,8 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
+from raydist.shared import kinds
 from raydist.shared.outcome import End
 from raydist.shared.rank_names import name_ranks
 
@@ -215,16 +215,16 @@ def blame_reason(ends: Sequence[End]) -> str:
     )
 
 
-def failure_facts(first: End, ends: Sequence[End]) -> dict[str, Any]:
-    """Return the facts of the event `failure`."""
+def failure_event(first: End, ends: Sequence[End], attempt: int) -> kinds.Failure:
+    """Return the event of a failure. `attempt`: the number of attempts before it."""
     others = [end for end in ends if end.failed and end is not first]
-    return {
-        "cause": asdict(first),
-        "text": failure_text(ends),
-        "reason": blame_reason(ends),
-        "reached": max(end.step for end in ends),
-        "ended": max(end.at for end in ends),
-        "others": [
+    return kinds.Failure(
+        cause=asdict(first),
+        text=failure_text(ends),
+        reason=blame_reason(ends),
+        reached=max(end.step for end in ends),
+        ended=max(end.at for end in ends),
+        others=[
             {
                 "rank": end.rank,
                 "host": end.host,
@@ -234,7 +234,8 @@ def failure_facts(first: End, ends: Sequence[End]) -> dict[str, Any]:
             }
             for end in others
         ],
-    }
+        attempt=attempt,
+    )
 
 
 def where(end: End) -> str:

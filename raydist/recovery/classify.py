@@ -11,8 +11,8 @@ from raydist.messages.agent import RankEnd
 from raydist.recovery.blame import is_victim, last_words
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.pace import Beat
+from raydist.shared import kinds
 from raydist.shared.errors import last_line, out_of_memory
-from raydist.shared.events import Event
 from raydist.shared.outcome import End
 
 
@@ -24,7 +24,7 @@ class RankRecord:
     host: str
     log: str = ""
     """The path of the rank's log on the driver's machine."""
-    raised: Event | None = None
+    raised: kinds.Raised | None = None
     """The rank's event `raised`, if its job raised an exception."""
 
 
@@ -86,8 +86,16 @@ def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
     It was reported, or is in the rank's error file.
     """
     if rank.raised:
-        facts = {name: rank.raised[name] for name in ("type", "message", "traceback", "step")}
-        return replace(end, how="raised", at=rank.raised["t"], **facts)
+        raised = rank.raised
+        return replace(
+            end,
+            how="raised",
+            at=raised.t,
+            type=raised.type,
+            message=raised.message,
+            traceback=raised.traceback,
+            step=raised.step,
+        )
     if end.code and report.error is not None:
         return replace(end, how="raised", **vars(report.error))
     return None

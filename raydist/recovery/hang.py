@@ -19,6 +19,7 @@ from raydist.recovery import deadlines, hang_verdict
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.recovery.pace import Beat, StallCheck
 from raydist.settings.config import Hang
+from raydist.shared import kinds
 from raydist.shared.events import Events
 
 CHECK_S = 0.25
@@ -115,7 +116,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             text = f"no diagnosis of a silent rank: {type(error).__name__}: {error}"
             with self._lock:
                 if not self._closed:
-                    self._events.say("warning", text=text)
+                    self._events.warn(text)
         finally:
             with self._lock:
                 self._examining = False
@@ -184,12 +185,13 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         with suppress(OSError):  # a full disk, which the events report
             for state in diagnosis.states:
                 (self._logs / f"rank-{state.rank}.stacks").write_text(state.stack, encoding="utf-8")
-        self._events.say(
-            "hang",
-            text=diagnosis.text,
-            ranks=diagnosis.culprits,
-            certain=diagnosis.certain,
-            s=silence,
+        self._events.add(
+            kinds.Hang(
+                text=diagnosis.text,
+                ranks=diagnosis.culprits,
+                certain=diagnosis.certain,
+                s=silence,
+            )
         )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from raydist.recovery.blame import describe_end, first_cause, kind_of, where
 from raydist.settings.config import Job, Restart
+from raydist.shared import kinds
 from raydist.shared.outcome import Attempt, End
 
 NEVER = frozenset({"ConfigError", "LaunchError"})
@@ -57,20 +57,20 @@ class Retry:
         """When the previous attempt failed or ended, in seconds since the epoch."""
         return self.cause.at if self.cause else max(end.at for end in self.past[-1].ends)
 
-    def as_event(self, rule: Restart) -> dict[str, Any]:
-        """Return the facts of the event `restart`."""
+    def as_event(self, rule: Restart) -> kinds.Restart:
+        """Return the event with which this attempt begins."""
         end = self.cause
         assert end is not None, "no rank has failed"
-        return {
-            "number": self.failures,
-            "most": rule.max,
-            "rank": end.rank,
-            "host": end.host,
-            "how": end.how,
-            "step": end.step,
-            "text": f"{where(end)} {first_line(end)}",
-            "free": end.preempted,
-        }
+        return kinds.Restart(
+            number=self.failures,
+            most=rule.max,
+            rank=end.rank,
+            host=end.host,
+            how=end.how,
+            step=end.step,
+            text=f"{where(end)} {first_line(end)}",
+            free=end.preempted,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.rank import HoldRank, ReleaseRank, StopAfter
 from raydist.messages.request import AnyReply, Request
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 REPLY_S = 60.0
 """Limit on the wait for the steps of all ranks. They come from a thread of each rank, so within
@@ -41,14 +42,16 @@ class Quiesce(AbstractContextManager["Quiesce"]):
 
     def note(self, rank: int, event: Event) -> bool:
         """Record an event of a rank; return whether the ranks can be stopped now."""
-        kind = event["kind"]
-        if kind == "begin" and rank == 0:
-            self._fit = True
-            self._ask()
-        if kind == "left":
-            self._left.add(rank)
-            return len(self._left) == self._group.plan.world_size
-        return kind == "saved" and self._requested and not self._fit
+        match event:
+            case kinds.Begin() if rank == 0:
+                self._fit = True
+                self._ask()
+            case kinds.Left():
+                self._left.add(rank)
+                return len(self._left) == self._group.plan.world_size
+            case kinds.Saved():
+                return self._requested and not self._fit
+        return False
 
     def _ask(self) -> None:
         if self._requested and self._fit and not self._asked:

@@ -68,6 +68,6 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
         except Exception as error:  # Ray's head does not answer now: the next check tries again
             text = f"can't look for more nodes now: {type(error).__name__}: {last_line(error)}"
             if text != self._warned:
-                self._events.say("warning", text=text)
+                self._events.warn(text)
             self._warned = text
             return ""

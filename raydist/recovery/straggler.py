@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from raydist.shared.events import Event
+from raydist.shared import kinds
 from raydist.shared.outcome import Slow
 from raydist.shared.rank_names import rank_ranges
 
@@ -86,10 +85,10 @@ class Pauses:
     named: frozenset[int] = frozenset()
     _due: float = 0.0
 
-    def note(self, rank: int, share: float, now: float) -> Event | None:
+    def note(self, rank: int, share: float, now: float) -> kinds.Slow | None:
         """Record a rank's share, at `now` seconds of any clock.
 
-        Returns the facts of an event `slow` if a rank is newly slow.
+        Returns an event if a rank is newly slow.
         """
         self.shares[rank] = share
         if now < self._due:
@@ -102,13 +101,11 @@ class Pauses:
             return None
         self.named |= set(lasting)
         ranks = [
-            {"rank": rank, "host": self.hosts[rank], "pauses": self.shares[rank]}
+            kinds.SlowRank(rank=rank, host=self.hosts[rank], pauses=self.shares[rank])
             for rank in lasting
         ]
-        return {
-            "text": pauses_text(lasting, self.hosts, self.shares, self.together),
-            "ranks": ranks,
-        }
+        text = pauses_text(lasting, self.hosts, self.shares, self.together)
+        return kinds.Slow(text=text, ranks=ranks)
 
 
 def pauses_text(
@@ -182,17 +179,17 @@ def straggler_text(slow: Sequence[Slow]) -> str:
     )
 
 
-def as_event(slow: Sequence[Slow]) -> dict[str, Any]:
-    """Return the facts of the event `slow`."""
+def as_event(slow: Sequence[Slow]) -> kinds.Slow:
+    """Return the event of these ranks."""
     ranks = [
-        {
-            "rank": each.rank,
-            "host": each.host,
-            "own_s": each.own,
-            "others_s": each.others,
-            "step_s": each.step,
-            "share": each.share,
-        }
+        kinds.SlowRank(
+            rank=each.rank,
+            host=each.host,
+            own_s=each.own,
+            others_s=each.others,
+            step_s=each.step,
+            share=each.share,
+        )
         for each in slow
     ]
-    return {"text": straggler_text(slow), "ranks": ranks}
+    return kinds.Slow(text=straggler_text(slow), ranks=ranks)

@@ -32,9 +32,10 @@ from raydist.recovery.resize import NodesJoined, ResizeMonitor
 from raydist.recovery.silences import Silences
 from raydist.recovery.straggler import Pauses, Stragglers
 from raydist.settings.config import Job
-from raydist.shared import signals
+from raydist.shared import kinds, signals
 from raydist.shared.errors import Stopped
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from raydist.shared.kinds import EventJson
 from raydist.shared.outcome import End, Slow, StopReason
 
 
@@ -109,7 +110,7 @@ class Supervisor:
         self._restart = RestartCost(retry) if retry else None
         self._record = AttemptRecord()
         self._deadlines = Deadlines()
-        self._raised: dict[int, Event] = {}
+        self._raised: dict[int, kinds.Raised] = {}
         self._clocks = Clocks()
         self._all_started = False
         """Whether all actors are started."""
@@ -143,10 +144,8 @@ class Supervisor:
                     self._look_at_agents()
                     self._start_other_actors()
         if self._stragglers.times:
-            self._events.say(
-                "work",
-                ranks={rank: own[1:] for rank, own in sorted(self._stragglers.times.items())},
-            )
+            times = sorted(self._stragglers.times.items())
+            self._events.add(kinds.Work(ranks={str(rank): own[1:] for rank, own in times}))
         return [self.ends[rank] for rank in range(self._world)]
 
     def _receive_next(self) -> None:
@@ -173,11 +172,8 @@ class Supervisor:
                 f"the agent of rank {rank} on {self._host(rank)} has not answered for "
                 f"{self._silences.limit:.0f} s"
             )
-            self._events.say(
-                "warning",
-                rank=rank,
-                text=f"{text}: it is stopped, or its node; the training goes on",
-            )
+            text = f"{text}: it is stopped, or its node; the training goes on"
+            self._events.add(kinds.Warning(rank=rank, text=text))
             self._hangs.leave_out(rank)
         silent, running = self._silences.named, set(range(self._world)) - self.ends.keys()
         unheard = running <= silent and (
@@ -244,7 +240,7 @@ class Supervisor:
             f"rank {rank} on {self._host(rank)} has ended, as its node knows; its last events "
             "and output are lost"
         )
-        self._events.say("warning", rank=rank, text=text)
+        self._events.add(kinds.Warning(rank=rank, text=text))
         self._group.keep_value(rank, found.value)
         self._on_end(rank, found.end, silent=True)
 
@@ -302,17 +298,15 @@ class Supervisor:
         if quiet_s > deadlines.AGENT_S and host not in self._quiet_servers:
             self._quiet_servers.add(host)
             text = f"the fork server of {host} has not answered for {quiet_s:.0f} s"
-            self._events.say(
-                "warning", text=f"{text}: it is stopped, or waits for a disk; the training goes on"
-            )
+            self._events.warn(f"{text}: it is stopped, or waits for a disk; the training goes on")
 
     def _on_heartbeat(self, rank: int, news: RankNews) -> None:
         self._hangs.note(rank, news.beat, news.quiet)
         if slow := self._stragglers.note(rank, news.work, time.monotonic()):
             self.slow = slow
-            self._events.say("slow", **straggler.as_event(slow))
+            self._events.add(straggler.as_event(slow))
         if found := self._pauses.note(rank, news.pauses, time.monotonic()):
-            self._events.say("slow", **found)
+            self._events.add(found)
 
     def _pace(self) -> dict[int, Pace]:
         """Return the pace of each running rank that has made a step."""
@@ -324,24 +318,25 @@ class Supervisor:
             if step
         }
 
-    def _on_event(self, rank: int, event: Event) -> None:
-        if event["kind"] == "save_shards":
+    def _on_event(self, rank: int, found: EventJson) -> None:
+        # With a node's clock that is minutes ahead, a run of seconds would seem to take minutes.
+        here = self._clocks.here(self._host(rank), found["t"])
+        event = kinds.from_json({**found, "t": here})
+        if isinstance(event, kinds.SaveShards):
             self._group.save_shards(event)
             return
-        # With a node's clock that is minutes ahead, a run of seconds would seem to take minutes.
-        event = {**event, "t": self._clocks.here(self._host(rank), event["t"])}
         self._events.add(event)
         if self._quiesce.note(rank, event):
             self._stop_to_move()
-        if event["kind"] == "raised":
+        if isinstance(event, kinds.Raised):
             self._raised[rank] = event
             # The process may hang while it exits: the stop does not wait for its end.
             self._stop_within(deadlines.VICTIM_S)
         if self._restart and (cost := self._restart.add(rank, event)):
-            self._events.say("restarted", **cost)
+            self._events.add(cost)
         parts = self._arrival.add(event)
         for name, s in parts.items() if self._restart is None else ():
-            self._events.say("phase", name=name, s=s)
+            self._events.add(kinds.Phase(name=name, s=s))
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
         """Handle the end of a rank's process. `silent`: its agent does not answer."""
@@ -377,8 +372,8 @@ class Supervisor:
         self._silences.answered(end.rank)
         self.ends[end.rank] = end
         self._hangs.ended(end.rank)
-        self._events.say(
-            "ended", rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step
+        self._events.add(
+            kinds.Ended(rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
         )
         if (seconds := deadlines.culprit_wait(end)) is not None:
             self._stop_within(seconds)
@@ -388,8 +383,8 @@ class Supervisor:
 
         The ranks stop after a common step, within a part of the time left.
         """
-        self._events.say(
-            "notice", text=notice.text, ranks=notice.ranks, hosts=notice.hosts, s=notice.left_s
+        self._events.add(
+            kinds.Notice(text=notice.text, ranks=notice.ranks, hosts=notice.hosts, s=notice.left_s)
         )
         if not self._deadlines.stopping and not self.ends:
             self._record = replace(self._record, drain=notice)
@@ -431,7 +426,7 @@ class Supervisor:
             self._stop(Stop(StopReason.RESIZE, f"the size changes: {self.resize}"))
 
     def _stop(self, stop: Stop) -> None:
-        self._events.say("stop", cause=stop.reason.value, reason=stop.text)
+        self._events.add(kinds.Stop(cause=stop.reason.value, reason=stop.text))
         # Lost ranks too: an agent that Ray took for dead, or that was paused, may be there again.
         self._group.stop((rank for rank in range(self._world) if self._may_run(rank)), stop.grace_s)
         self._deadlines = self._deadlines.stop_sent(stop.grace_s, time.monotonic(), self._world)

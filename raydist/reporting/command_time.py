@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from raydist.shared.events import Event, read_events
+from raydist.shared import kinds
+from raydist.shared.events import read_events
+from raydist.shared.kinds import Event
 
 LAST_LAUNCH = ("rendezvous", "warm-up")
 """The last phase of a launch; without a rendezvous it is the one before it."""
@@ -51,15 +53,15 @@ def split(
     """
     marks = {"python": entered}
     for event in events:
-        match event["kind"]:
-            case "run":
-                marks["settings"] = event["t"]
-            case "phase" if event["name"] in LAST_LAUNCH:
-                marks["launch"] = event["t"]
-            case "ended":
-                marks["ranks"] = event["t"]
-            case "result":
-                marks["records"] = event["t"]
+        match event:
+            case kinds.Run():
+                marks["settings"] = event.t
+            case kinds.Phase() if event.name in LAST_LAUNCH:
+                marks["launch"] = event.t
+            case kinds.Ended():
+                marks["ranks"] = event.t
+            case kinds.Result():
+                marks["records"] = event.t
     marks["exit"] = now
     parts, since = [], began
     for name, at in marks.items():

@@ -15,7 +15,8 @@ from raydist.reporting.output import Output
 from raydist.reporting.page import page_lines
 from raydist.reporting.progress import Progress
 from raydist.settings.config import Watch
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import StopReason
 from raydist.shared.rank_names import of_ranks
 
@@ -43,13 +44,68 @@ class Console(AbstractContextManager["Console"]):
         self._output = Output(settings.output)
         self._warned: set[str] = set()
         self._failures = Failures() if failures is None else failures
-        self._pending: Event | None = None
+        self._pending: kinds.Restart | None = None
 
     def __call__(self, event: Event) -> None:
-        kind = event["kind"]
-        if not self._quiet or kind in ("warning", "output", "result"):
-            # Kinds without a method are not shown.
-            getattr(self, f"_on_{kind}", _ignore)(event)
+        if not self._quiet or isinstance(event, kinds.Warning | kinds.Output | kinds.Result):
+            self._show(event)
+
+    def _show(self, event: Event) -> None:
+        """Show an event; most kinds are not shown."""
+        match event:
+            case kinds.Report(rank=0):
+                self._screen.draw(self._progress, event.t, self._progress.report(event))
+            case kinds.Output():
+                for line in self._output.lines(event.rank, event.output):
+                    self._screen.say(line)
+            case kinds.Run():
+                self._screen.say(f"run   {event.name}, in {event.dir}", "bold")
+            case kinds.Cluster():
+                self._screen.say(wording.cluster_line(event))
+            case kinds.Track():
+                self._screen.say(f"track {event.text}")
+            case kinds.Wait():
+                self._show_pending()
+                self._screen.say(f"wait  {event.text}", "yellow")
+            case kinds.Avoid():
+                self._screen.say(f"node  {event.text}", "yellow")
+            case kinds.Plan():
+                self._screen.say(wording.plan_line(event))
+                self._screen.table(wording.slot_rows(event.slots))
+            case kinds.Phase():
+                self._screen.phase(event.name, event.s)
+            case kinds.Warning():
+                self._on_warning(event)
+            case kinds.Begin(rank=0):
+                self._progress.begin(event)
+                if event.resumed:
+                    self._screen.say(f"resumes after step {event.resumed}")
+            case kinds.Saved():
+                self._screen.saved(self._progress, event.t)
+            case kinds.Hang():
+                self._screen.say(f"hang  silent for {event.s:.0f} s: {event.text}", "yellow")
+            case kinds.Notice():
+                self._screen.say(f"notice {event.text}", "yellow")
+            case kinds.Slow():
+                self._screen.say(f"slow  {event.text}", "yellow")
+            case kinds.Restart():
+                self._show_pending()
+                self._pending = event
+            case kinds.Restarted():
+                self._on_restarted(event)
+            case kinds.Resize():
+                self._show_pending()
+                self._screen.say(wording.resize_line(event), "yellow")
+                self._screen.table(wording.slot_rows(event.slots))
+            case kinds.Takeover():
+                self._show_pending()
+                text = f"{event.host} ({event.ip}) takes over the ranks of {event.of}"
+                self._screen.say(text, "yellow")
+            case kinds.Stop() if event.cause != StopReason.FAILURE.value:
+                # The text of a failure follows in another event.
+                self._screen.say(f"stop  {event.reason}", "yellow")
+            case kinds.Result():
+                self._on_result(event)
 
     def __exit__(self, *_: object) -> None:
         self._screen.close()
@@ -62,130 +118,56 @@ class Console(AbstractContextManager["Console"]):
         if page:
             self._screen.say(f"page  {page}")
 
-    def _on_run(self, event: Event) -> None:
-        self._screen.say(f"run   {event['name']}, in {event['dir']}", "bold")
-
-    def _on_cluster(self, event: Event) -> None:
-        self._screen.say(wording.cluster_line(event))
-
-    def _on_track(self, event: Event) -> None:
-        self._screen.say(f"track {event['text']}")
-
-    def _on_wait(self, event: Event) -> None:
-        self._show_pending()
-        self._screen.say(f"wait  {event['text']}", "yellow")
-
-    def _on_avoid(self, event: Event) -> None:
-        self._screen.say(f"node  {event['text']}", "yellow")
-
-    def _on_plan(self, event: Event) -> None:
-        self._screen.say(wording.plan_line(event))
-        self._screen.table(wording.slot_rows(event))
-
-    def _on_phase(self, event: Event) -> None:
-        self._screen.phase(event["name"], event["s"])
-
-    def _on_warning(self, event: Event) -> None:
-        text = event["text"]
+    def _on_warning(self, event: kinds.Warning) -> None:
+        text, rank = event.text, event.rank
         if text in self._warned:
             return  # shown once; the summary has its ranks and its count
         self._warned.add(text)
-        rank = event.get("rank")
         self._screen.say(f"warning: {text if rank is None else of_ranks(text, {rank})}", "yellow")
 
-    def _on_begin(self, event: Event) -> None:
-        if event.get("rank") == 0:
-            self._progress.begin(event)
-            if event.get("resumed"):
-                self._screen.say(f"resumes after step {event['resumed']}")
-
-    def _on_report(self, event: Event) -> None:
-        if event.get("rank") == 0:
-            self._screen.draw(self._progress, event["t"], self._progress.report(event))
-
-    def _on_saved(self, event: Event) -> None:
-        self._screen.saved(self._progress, event["t"])
-
-    def _on_output(self, event: Event) -> None:
-        for line in self._output.lines(event["rank"], event["output"]):
-            self._screen.say(line)
-
-    def _on_hang(self, event: Event) -> None:
-        self._screen.say(f"hang  silent for {event['s']:.0f} s: {event['text']}", "yellow")
-
-    def _on_notice(self, event: Event) -> None:
-        self._screen.say(f"notice {event['text']}", "yellow")
-
-    def _on_slow(self, event: Event) -> None:
-        self._screen.say(f"slow  {event['text']}", "yellow")
-
-    def _on_restart(self, event: Event) -> None:
-        self._show_pending()
-        self._pending = event
-
-    def _on_restarted(self, event: Event) -> None:
-        if event.get("resized"):
+    def _on_restarted(self, event: kinds.Restarted) -> None:
+        if event.resized:
             self._screen.say(f"resize: {wording.restart_cost(event)}", "green")
             return
-        failure = f" {self._pending['text']};" if self._pending else ""
+        failure = f" {self._pending.text};" if self._pending else ""
         self._pending = None
         self._screen.say(
-            f"restart {event['number']}:{failure} {wording.restart_cost(event)}{self._page()}",
+            f"restart {event.number}:{failure} {wording.restart_cost(event)}{self._page()}",
             "yellow",
         )
 
     def _show_pending(self) -> None:
         """Show the pending restart on its own line, before an event that precedes the next step."""
         if self._pending is not None:
-            self._screen.say(
-                f"restart {self._pending['number']}: {self._pending['text']}", "yellow"
-            )
+            text = f"restart {self._pending.number}: {self._pending.text}"
+            self._screen.say(text, "yellow")
         self._pending = None
 
     def _page(self) -> str:
         return f" ({self._failures.found[-1].page})" if self._failures.found else ""
 
-    def _on_resize(self, event: Event) -> None:
-        self._show_pending()
-        self._screen.say(wording.resize_line(event), "yellow")
-        self._screen.table(wording.slot_rows(event))
-
-    def _on_takeover(self, event: Event) -> None:
-        self._show_pending()
-        self._screen.say(
-            f"{event['host']} ({event['ip']}) takes over the ranks of {event['of']}", "yellow"
-        )
-
-    def _on_stop(self, event: Event) -> None:
-        # The text of a failure follows in another event.
-        if event.get("cause") != StopReason.FAILURE.value:
-            self._screen.say(f"stop  {event['reason']}", "yellow")
-
-    def _on_result(self, event: Event) -> None:
+    def _on_result(self, event: kinds.Result) -> None:
         for line in self._output.rest():
             self._screen.say(line)
         self._show_pending()
         self._screen.close()
-        style = "bold green" if event["status"] == "finished" else "bold red"
-        self._screen.say(wording.headline(event, self._progress.step), style)
+        style = "bold green" if event.status == "finished" else "bold red"
+        self._screen.say(wording.headline(event.to_json(), self._progress.step), style)
         # An error from outside the ranks is raised to the caller, who prints it.
-        if event.get("failure") and not event.get("error"):
-            first, _, rest = event["failure"].partition("\n")
+        if event.failure and not event.error:
+            first, _, rest = event.failure.partition("\n")
             self._screen.say(first, "red")
             for line in [*filter(None, [rest]), *self._more(event)]:
                 self._screen.say(line)
-        self._screen.facts(wording.summary(event, self._progress.evaluated, brief=self._quiet))
-        for text in () if self._quiet else event.get("warnings", ()):
+        rows = wording.summary(event.to_json(), self._progress.evaluated, brief=self._quiet)
+        self._screen.facts(rows)
+        for text in () if self._quiet else event.warnings:
             self._screen.say(f"  warning: {text}", "yellow")
 
-    def _more(self, event: Event) -> list[str]:
+    def _more(self, event: kinds.Result) -> list[str]:
         """Return the lines of the last failure's page that its own text lacks."""
-        last = self._failures.found[-1:] if event["status"] == "failed" else []
-        return [f"  {line}" for failure in last for line in page_lines(failure, event["dir"])]
-
-
-def _ignore(event: Event) -> None:
-    pass
+        last = self._failures.found[-1:] if event.status == "failed" else []
+        return [f"  {line}" for failure in last for line in page_lines(failure, event.dir)]
 
 
 def screen(settings: Watch, stream: TextIO) -> Lines | Terminal:

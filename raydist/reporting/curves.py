@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raydist.reporting.progress import PROGRESS_NAMES
-from raydist.shared.events import Event
+from raydist.shared import kinds
 
 SHOWN = 1200
 """Maximum number of points of a curve that a page receives: more than a chart has pixels."""
@@ -74,14 +74,14 @@ class Curve:
         )
 
 
-def add_report(curves: dict[str, Curve], report: Event, step: int) -> None:
+def add_report(curves: dict[str, Curve], report: kinds.Report, step: int) -> None:
     """Add what rank 0 reported for a step.
 
     Every number that does not measure progress has a curve.
     """
-    for name, value in report["values"].items():
+    for name, value in report.values.items():
         if name not in PROGRESS_NAMES and isinstance(value, int | float):
-            curves.setdefault(name, Curve()).add(step, report["t"], float(value))
+            curves.setdefault(name, Curve()).add(step, report.t, float(value))
 
 
 def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequence[int]:

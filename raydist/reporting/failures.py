@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 PARTS = ("detect", "kill", "save", "place", "fork", "rendezvous", "restore", "first step")
 """The parts of the time from a failure to the next step.
@@ -47,7 +48,7 @@ class Failure:
     """Seconds from the failure to the first new step."""
     repeated: int | None = None
     """Steps that were repeated, or that a later run must repeat."""
-    restart: Mapping[str, Any] = field(default_factory=dict)
+    restart: kinds.Restart | None = None
     """The event `restart`, if there was another attempt."""
     resized: tuple[int, int] | None = None
     """The number of nodes before and after, if it changed."""
@@ -125,20 +126,20 @@ class Failures:
         self.changed = self._fold(happened)
 
     def _fold(self, happened: Event) -> Failure | None:
-        t, now = happened["t"], self.open
-        match happened["kind"]:
-            case "run":
-                self.found, self.saved, self.before = [], (0, ""), happened.get("pages", 0)
-            case "plan" | "resize" | "takeover":
-                if now and "before" in happened:
-                    now.resized = (happened["before"], happened["nodes"])
+        t, now = happened.t, self.open
+        match happened:
+            case kinds.Run():
+                self.found, self.saved, self.before = [], (0, ""), happened.pages
+            case kinds.HasPlan():
+                if now and isinstance(happened, kinds.Resize):
+                    now.resized = (happened.before, happened.nodes)
                 self._seat(happened)
-            case "stop":
+            case kinds.Stop():
                 self.stopped = t
-            case "failure":
+            case kinds.Failure():
                 return self._begin(happened)
-            case "saved":
-                self.saved = max(self.saved, (happened["step"], happened["path"]))
+            case kinds.Saved():
+                self.saved = max(self.saved, (happened.step, happened.path))
                 if (
                     now
                     and now.restart
@@ -146,29 +147,31 @@ class Failures:
                     and "place" not in self.marks
                 ):
                     self.marks["save"] = t
-            case "restart" if now:
+            case kinds.Restart() if now:
                 now.restart, self.marks = happened, {}
-            case "placed":
+            case kinds.Placed():
                 self.marks["place"] = t
                 self._seat(happened)
                 if now:
-                    self._moved(now, happened.get("moved", ()))
-            case "began" | "joined":
-                self.marks["fork" if happened["kind"] == "began" else "rendezvous"] = t
-            case "begin" if happened.get("rank") == 0:
+                    self._moved(now, happened.moved)
+            case kinds.Began():
+                self.marks["fork"] = t
+            case kinds.Joined():
+                self.marks["rendezvous"] = t
+            case kinds.Begin(rank=0):
                 self.marks["restore"] = t
                 if now and now.restart:
-                    now.resumed = happened.get("resumed")
-            case "restarted" if now:
+                    now.resumed = happened.resumed
+            case kinds.Restarted() if now:
                 return self._restarted(now, happened)
-            case "result" if self.found:
+            case kinds.Result() if self.found:
                 return self._over(self.found[-1], happened)
         return None
 
-    def _seat(self, happened: Event) -> None:
+    def _seat(self, happened: kinds.HasSlots) -> None:
         """Store the slots of the ranks, if the event has them."""
-        if "slots" in happened:
-            self.slots = {slot["rank"]: slot for slot in happened["slots"]}
+        if happened.slots:
+            self.slots = {slot["rank"]: slot for slot in happened.slots}
 
     def _moved(self, failure: Failure, ranks: Iterable[int]) -> None:
         """Record which ranks moved to another node, and which got a new actor on the same one."""
@@ -177,8 +180,8 @@ class Failures:
             stayed = "node" in new and new["node"] == old.get("node")
             (failure.renewed if stayed else failure.moved)[rank] = new.get("host", "")
 
-    def _begin(self, happened: Event) -> Failure:
-        cause, t = happened["cause"], happened["t"]
+    def _begin(self, happened: kinds.Failure) -> Failure:
+        cause, t = happened.cause, happened.t
         if (before := self.open) is not None:
             before.status = "restarted"  # it failed again before it had completed a step
         detected = max(cause["at"], min(self.stopped or t, t))
@@ -189,42 +192,42 @@ class Failures:
             page=f"blame-{self.before + number}.txt",
             t=t,
             cause=cause,
-            text=happened["text"],
-            reason=happened["reason"],
-            reached=happened["reached"],
-            others=list(happened["others"]),
-            attempt=happened.get("attempt", 0),
+            text=happened.text,
+            reason=happened.reason,
+            reached=happened.reached,
+            others=list(happened.others),
+            attempt=happened.attempt,
             slot=self.slots.get(cause["rank"], {}),
             parts={"detect": detected - cause["at"], "kill": max(0.0, t - detected)},
         )
         self.found.append(made)
         return made
 
-    def _restarted(self, failure: Failure, happened: Event) -> Failure:
+    def _restarted(self, failure: Failure, happened: kinds.Restarted) -> Failure:
         failure.s, failure.repeated, failure.status = (
-            happened["s"],
-            happened["repeated"],
+            happened.s,
+            happened.repeated,
             "restarted",
         )
-        before, end = failure.t, failure.at + happened["s"]
+        before, end = failure.t, failure.at + happened.s
         for part in PARTS[2:]:
             if part == "first step" or part in self.marks:
                 now = min(max(before, self.marks.get(part, end)), end)
                 failure.parts[part], before = now - before, now
         return failure
 
-    def _over(self, failure: Failure, result: Event) -> Failure | None:
+    def _over(self, failure: Failure, result: kinds.Result) -> Failure | None:
         """Complete the last failure at the end of the run; return it if it was still open."""
         if failure.status != "running":
             return None
-        failure.status = "restarted" if result["status"] == "finished" else result["status"]
-        failure.why_last = result.get("why_last", "")
+        failure.status = "restarted" if result.status == "finished" else result.status
+        failure.why_last = result.why_last
         if failure.restart:  # no slot was free for another attempt, or it was stopped
-            failure.why_last = failure.why_last or result.get("failure", "").partition("\n")[0]
+            failure.why_last = failure.why_last or result.failure.partition("\n")[0]
         if failure.status == "restarted":  # its job completed no step
             return failure
         step, failure.checkpoint = self.saved
         failure.repeated = max(0, failure.reached - step)
         waited = failure.restart and "place" not in self.marks
-        failure.parts["place" if waited else "save"] = max(0.0, result["t"] - failure.t)
+        failure.parts["place" if waited else "save"] = max(0.0, result.t - failure.t)
         return failure

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raydist.reporting.failures import Failures
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 NAMES = {"evaluate": "evaluation", "save": "saves", "data": "waiting for data"}
 """The loop's name of an activity outside of steps -> its name in a Result."""
@@ -29,7 +30,7 @@ class Spent:
     """
     beside: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in earlier attempts, by activity."""
-    steps: tuple[Event, ...] = ()
+    steps: tuple[kinds.Report, ...] = ()
     """The first and the last report of a step in this attempt."""
     now: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in this attempt, by activity."""
@@ -43,32 +44,31 @@ class Spent:
     def add(self, event: Event) -> None:
         """Process one event."""
         self.failures.add(event)
-        first = event.get("rank", 0) == 0
-        match event["kind"]:
-            case "phase" if not self.failures.found:  # later phases are part of a restart
-                self.launch_s += event["s"]
-            case "report" if first and "step" in event:
+        match event:
+            case kinds.Phase() if not self.failures.found:  # later phases are part of a restart
+                self.launch_s += event.s
+            case kinds.Report(rank=0) if event.step is not None:
                 self._step(event)
-            case "spent" if first:
-                self.now[event["what"]] = self.now.get(event["what"], 0.0) + event["s"]
-                self.waiting_s += event["s"] if self.steps else 0.0
-            case "done" if first and "step" in (event.get("spent") or {}):
-                self.counted_s = float(event["spent"]["step"])
-                self.now = {what: s for what, s in event["spent"].items() if what != "step"}
-            case "restart" | "regroup":
+            case kinds.Spent(rank=0):
+                self.now[event.what] = self.now.get(event.what, 0.0) + event.s
+                self.waiting_s += event.s if self.steps else 0.0
+            case kinds.Done(rank=0) if event.spent and "step" in event.spent:
+                self.counted_s = float(event.spent["step"])
+                self.now = {what: s for what, s in event.spent.items() if what != "step"}
+            case kinds.StartsAttempt():
                 self._end_attempt()
-            case "restarted":
-                self.repeated_s += min(self.earlier_s, event["repeated"] * self.step_mean_s)
+            case kinds.Restarted():
+                self.repeated_s += min(self.earlier_s, event.repeated * self.step_mean_s)
 
-    def _step(self, report: Event) -> None:
+    def _step(self, report: kinds.Report) -> None:
         # A second report of the same step is an evaluation, whose time does not belong to a step.
-        if not self.steps or report["step"] != self.steps[-1]["step"]:
+        if not self.steps or report.step != self.steps[-1].step:
             self.steps = (*self.steps[:1], report)
             self.between_s, self.waiting_s = self.between_s + self.waiting_s, 0.0
 
     def _end_attempt(self) -> None:
         """Move this attempt's times to those of earlier attempts."""
-        done = self.steps[-1]["step"] - self.steps[0]["step"] if self.steps else 0
+        done = (self.steps[-1].step or 0) - (self.steps[0].step or 0) if self.steps else 0
         self.step_mean_s = self._attempt_s() / done if done > 0 else 0.0
         self.earlier_s += self._attempt_s()
         for what, s in self.now.items():
@@ -142,4 +142,4 @@ class Spent:
 
 def apart(events: Sequence[Event]) -> float:
     """Return the seconds between the first and the last of these events."""
-    return max(0.0, events[-1]["t"] - events[0]["t"]) if events else 0.0
+    return max(0.0, events[-1].t - events[0].t) if events else 0.0

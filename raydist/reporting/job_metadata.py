@@ -13,7 +13,8 @@ from typing import Any
 
 from raydist.cluster import ray_private
 from raydist.settings.config import Watch
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 OVERRIDES = "raydist.words"
 """Key of the job's command line, which tools.submit sets."""
@@ -81,13 +82,13 @@ class JobMetadata:
     def __call__(self, event: Event) -> None:
         if not self._id:
             return
-        match event["kind"]:
-            case "run":
-                self._dir = event["dir"]
-            case "cluster":
+        match event:
+            case kinds.Run():
+                self._dir = event.dir
+            case kinds.Cluster():
                 self._write({"raydist.run_dir": self._dir})
-            case "result":
-                self._write(result_metadata(event))
+            case kinds.Result():
+                self._write(result_metadata(event.to_json()))
 
     def _write(self, metadata: Mapping[str, str]) -> None:
         import grpc

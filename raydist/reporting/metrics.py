@@ -18,7 +18,8 @@ from raydist.recovery.straggler import own_shares
 from raydist.reporting.points import numbers
 from raydist.reporting.progress import Progress
 from raydist.reporting.result import Figures
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 AGAIN_S = 1.0
 """Seconds after which all gauges are set again.
@@ -94,10 +95,34 @@ class Metrics(AbstractContextManager["Metrics"]):
         """The ranks reported as slow since the last restart, and their hosts."""
 
     def __call__(self, event: Event) -> None:
-        if event["kind"] == "cluster" and event["address"]:
+        if isinstance(event, kinds.Cluster) and event.address:
             self._begin()
         elif self._made:
-            getattr(self, f"_on_{event['kind']}", lambda event: None)(event)
+            self._read(event)
+
+    def _read(self, event: Event) -> None:
+        match event:
+            case kinds.Begin(rank=0):
+                self._progress.begin(event)
+            case kinds.Report(rank=0):
+                self._on_report(event)
+            case kinds.Saved():
+                self._set("kept_timestamp_seconds", event.t, where="disk")
+            case kinds.Hang():
+                self._set("hang_seconds", event.s)
+            case kinds.Slow():
+                self._on_slow(event)
+            case kinds.Pace():
+                self._on_pace(event)
+            case kinds.Failure():
+                self._failed = "oom" if event.cause.get("oom") else event.cause["how"]
+            case kinds.StartsAttempt():
+                self._on_attempt(event)
+            case kinds.Nodes():
+                self._on_nodes(event)
+            case kinds.Result():
+                self._end()
+                self._count("runs", status=event.status)
 
     def __exit__(self, *_: object) -> None:
         self._end()
@@ -133,18 +158,12 @@ class Metrics(AbstractContextManager["Metrics"]):
     def _count(self, name: str, /, **labels: str) -> None:
         self._made[name].inc(1, {"run": self._run, **labels})
 
-    def _on_begin(self, event: Event) -> None:
-        if event.get("rank") == 0:
-            self._progress.begin(event)
-
-    def _on_report(self, event: Event) -> None:
-        if event.get("rank") != 0:
-            return
+    def _on_report(self, event: kinds.Report) -> None:
         self._progress.report(event)
-        for name, value in numbers(event["values"]).items():
+        for name, value in numbers(event.values).items():
             if self._has_room(name):
                 self._set("value", value, name=name)
-        if "step" in event:
+        if event.step is not None:
             self._set_step(event)
 
     def _has_room(self, name: str) -> bool:
@@ -159,12 +178,12 @@ class Metrics(AbstractContextManager["Metrics"]):
             )
         return name in self._names
 
-    def _set_step(self, event: Event) -> None:
+    def _set_step(self, event: kinds.Report) -> None:
         steps_per_s, samples_per_s = self._progress.rates()
         found = {
-            "step": event["step"],
+            "step": event.step,
             "steps": self._progress.totals.get("steps"),
-            "step_timestamp_seconds": event["t"],
+            "step_timestamp_seconds": event.t,
             "steps_per_second": steps_per_s,
             "samples_per_second": samples_per_s,
             "goodput_ratio": self._figures.goodput,
@@ -173,49 +192,40 @@ class Metrics(AbstractContextManager["Metrics"]):
         for name, value in found.items():
             if value is not None:
                 self._set(name, value)
-        if event.get("kept"):
-            self._set("kept_timestamp_seconds", event["t"], where="memory")
+        if event.kept:
+            self._set("kept_timestamp_seconds", event.t, where="memory")
 
-    def _on_saved(self, event: Event) -> None:
-        self._set("kept_timestamp_seconds", event["t"], where="disk")
-
-    def _on_hang(self, event: Event) -> None:
-        self._set("hang_seconds", event["s"])
-
-    def _on_slow(self, event: Event) -> None:
-        for each in event["ranks"]:
+    def _on_slow(self, event: kinds.Slow) -> None:
+        for each in event.ranks:
             if "share" in each:  # a rank without `share` has a slow garbage collector
                 self._slow[each["rank"]] = each["host"]
                 self._set("slow_ratio", each["share"], rank=str(each["rank"]), host=each["host"])
 
-    def _on_pace(self, event: Event) -> None:
+    def _on_pace(self, event: kinds.Pace) -> None:
         """Update how slow the reported ranks are now, from each `pace`.
 
         A rank is reported as slow once; `pace` also shows if it no longer is.
         """
         if self._slow:
             shares = own_shares(
-                {int(rank): (int(own[0]), *own[1:]) for rank, own in event["ranks"].items()}
+                {
+                    int(rank): (int(step), own_s, step_s)
+                    for rank, (step, own_s, step_s) in event.ranks.items()
+                }
             )
             for rank in self._slow.keys() & shares.keys():
                 self._set("slow_ratio", shares[rank], rank=str(rank), host=self._slow[rank])
 
-    def _on_failure(self, event: Event) -> None:
-        self._failed = "oom" if event["cause"].get("oom") else event["cause"]["how"]
-
-    def _on_restart(self, event: Event) -> None:
-        self._count("restarts", cause=self._failed)
+    def _on_attempt(self, event: kinds.StartsAttempt) -> None:
+        if isinstance(event, kinds.Restart):
+            self._count("restarts", cause=self._failed)
         self._set("hang_seconds", 0)
         for rank, host in self._slow.items():
             self._set("slow_ratio", 0, rank=str(rank), host=host)
         self._slow.clear()
 
-    def _on_nodes(self, event: Event) -> None:
-        for host, load in event["nodes"].items():
+    def _on_nodes(self, event: kinds.Nodes) -> None:
+        for host, load in event.nodes.items():
             for port, (received, sent) in load["ports"].items():
                 self._set("port_received_bytes", received, host=host, port=port)
                 self._set("port_sent_bytes", sent, host=host, port=port)
-
-    def _on_result(self, event: Event) -> None:
-        self._end()
-        self._count("runs", status=event["status"])

@@ -12,7 +12,9 @@ from typing import Any
 from raydist.reporting import wording
 from raydist.reporting.curves import Curve, add_report
 from raydist.reporting.progress import number_text
-from raydist.shared.events import Event, read_events
+from raydist.shared import kinds
+from raydist.shared.events import read_events
+from raydist.shared.kinds import Event
 
 WIDTH, HEIGHT, PAD = 240, 60, 4
 """The size of a curve, in pixels."""
@@ -52,10 +54,11 @@ def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
     """
     curves, restarts = dict[str, Curve](), list[int]()
     for event in events:
-        if event["kind"] == "restart":
-            restarts.append(event.get("step") or 0)
-        elif event["kind"] == "report" and event.get("rank") == 0 and event.get("step") is not None:
-            add_report(curves, event, event["step"])
+        match event:
+            case kinds.Restart():
+                restarts.append(event.step)
+            case kinds.Report(rank=0) if event.step is not None:
+                add_report(curves, event, event.step)
     found: dict[str, Line] = {}
     for name, curve in curves.items():
         piece = curve.piece(most=POINTS)

@@ -92,9 +92,7 @@ def recovery_lines(failure: Failure) -> list[str]:
     restart, over = failure.restart, failure.status in ("failed", "stopped")
     if not restart:
         return [f"not restarted: {failure.why_last or 'restart.max=0'}"] if over else []
-    number = f"restart {restart['number']}" + (
-        "" if restart.get("free") else f" of at most {restart['most']}"
-    )
+    number = f"restart {restart.number}" + ("" if restart.free else f" of at most {restart.most}")
     if "place" in failure.parts and over:
         return [
             f"{number}, but Ray could not place all ranks: {failure.why_last or failure.status}"

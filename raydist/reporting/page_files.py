@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raydist.reporting.failures import Failure, Failures
 from raydist.reporting.page import page
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
 
 
 class Pages:

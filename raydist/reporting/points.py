@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 TOTALS = ("steps", "epochs")
 """Reported names that give the length of the training; they are not curves."""
@@ -54,17 +55,17 @@ class Points:
 
     def add(self, event: Event) -> list[Point]:
         """Process one event; return the points that it makes final, in the order of their steps."""
-        match event["kind"]:
-            case "restart" | "regroup":
+        match event:
+            case kinds.StartsAttempt():
                 self.attempt += 1
-            case "saved":
-                self.kept = max(self.kept, event["step"])
-            case "begin" if event.get("rank") == 0 and event.get("resumed") is not None:
-                self._drop_after(event["resumed"])
-            case "report" if event.get("rank") == 0:
+            case kinds.Saved():
+                self.kept = max(self.kept, event.step)
+            case kinds.Begin(rank=0) if event.resumed is not None:
+                self._drop_after(event.resumed)
+            case kinds.Report(rank=0):
                 self._take(event)
-                return self._settled(event["t"])
-            case "result":
+                return self._settled(event.t)
+            case kinds.Result():
                 return self.rest()
         return []
 
@@ -72,15 +73,15 @@ class Points:
         """Return all points that are held: the run is over."""
         return self._tell(list(self.held))
 
-    def _take(self, report: Event) -> None:
-        step = report.get("step", max(self.held, default=None))
+    def _take(self, report: kinds.Report) -> None:
+        step = max(self.held, default=None) if report.step is None else report.step
         if step is None:
             return
         self._drop_after(step - 1)
-        self.kept = max(self.kept, report.get("kept", -1))
+        self.kept = max(self.kept, -1 if report.kept is None else report.kept)
         if step > self.told:
-            self.held.setdefault(step, Point(step, report["t"], self.attempt)).values.update(
-                numbers(report["values"])
+            self.held.setdefault(step, Point(step, report.t, self.attempt)).values.update(
+                numbers(report.values)
             )
 
     def _drop_after(self, step: int) -> None:

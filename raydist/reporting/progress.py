@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from raydist.shared.events import Event
+from raydist.shared import kinds
 
 PROGRESS_NAMES = ("steps", "epoch", "epochs", "samples")
 """Reported names that measure progress; all others are metrics."""
@@ -35,14 +35,14 @@ class Progress:
         self._marks: deque[tuple[float, int, float]] = deque()
         """(time, step, samples) in the window."""
 
-    def begin(self, event: Event) -> None:
+    def begin(self, event: kinds.Begin) -> None:
         """Read the begin of a loop, which may resume or repeat steps."""
         self._marks.clear()
-        self._update_totals({name: event.get(name) for name in ("steps", "epochs")})
+        self._update_totals({"steps": event.steps, "epochs": event.epochs})
 
-    def report(self, event: Event) -> str:
+    def report(self, event: kinds.Report) -> str:
         """Read a report; return its kind: first, step, last or evaluation."""
-        step, values = event.get("step"), event["values"]
+        step, values = event.step, event.values
         metrics = {name: value for name, value in values.items() if name not in PROGRESS_NAMES}
         self._update_totals(values)
         if step is not None and step == self.step:
@@ -54,7 +54,7 @@ class Progress:
             self._marks.clear()
         self.step = step
         first = not self._marks
-        self._mark(event["t"], step)
+        self._mark(event.t, step)
         return "first" if first else "last" if step == self.totals.get("steps") else "step"
 
     def _update_totals(self, values: Mapping[str, Any]) -> None:

@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 from raydist.recovery.blame import describe_end, first_cause, where
 from raydist.reporting.failures import Failures
 from raydist.reporting.goodput import Spent, apart
+from raydist.shared import kinds
 from raydist.shared.errors import RaydistError, RunFailed, Stopped
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.rank_names import of_ranks
 from raydist.state.object_store import Remote, StoragePath, scheme
@@ -212,8 +213,8 @@ class Figures:
     launch: dict[str, float] = field(default_factory=dict)
     saved: str = ""
     network: str = ""
-    work: dict[str, list[float]] = field(default_factory=dict)
-    slow: dict[str, Any] = field(default_factory=dict)
+    work: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    slow: Mapping[str, Any] = field(default_factory=dict)
     spent: Spent = field(default_factory=Spent)
     began: float | None = None
     """Time of the first event, in seconds since the epoch."""
@@ -221,44 +222,41 @@ class Figures:
     """Time of the end of the run, or of the last event."""
     done: int = 0
     """Samples of all ranks in the last attempt after its first step, as counted by the loop."""
-    samples: tuple[Event, ...] = ()
+    samples: tuple[kinds.Report, ...] = ()
     """The first and the last report with `samples`."""
     warned: dict[str, Counter[int | None]] = field(default_factory=dict)
     """How often each warning came from each rank; None for the driver."""
 
     def add(self, happened: Event) -> None:
         """Process one event. Only rank 0's events count, except for warnings."""
-        rank = happened.get("rank")
-        self.began, self.ended = happened["t"] if self.began is None else self.began, happened["t"]
+        self.began, self.ended = happened.t if self.began is None else self.began, happened.t
         self.spent.add(happened)
-        match happened["kind"]:
-            case "warning":
-                if happened["text"] in self.warned or len(self.warned) < WARNINGS:
-                    self.warned.setdefault(happened["text"], Counter())[rank] += 1
-            case "plan":
-                self.world_size = happened["world_size"]
-            case "phase" if not self.spent.failures.found:  # later phases are part of a restart
-                self.launch[happened["name"]] = (
-                    self.launch.get(happened["name"], 0.0) + happened["s"]
-                )
-            case "report" if rank == 0:
+        match happened:
+            case kinds.Warning():
+                if happened.text in self.warned or len(self.warned) < WARNINGS:
+                    self.warned.setdefault(happened.text, Counter())[happened.rank] += 1
+            case kinds.Plan():
+                self.world_size = happened.world_size
+            case kinds.Phase() if not self.spent.failures.found:  # later phases belong to a restart
+                self.launch[happened.name] = self.launch.get(happened.name, 0.0) + happened.s
+            case kinds.Report(rank=0):
                 self._add_report(happened)
-            case "recalled":
-                self.metrics.update(happened["values"])
-            case "network":
-                self.network = happened["text"]
-            case "work":
-                self.work = happened["ranks"]
-            case "slow":
-                self.slow = {"text": happened["text"], "ranks": happened["ranks"]}
-            case "saved":
-                self.saved = happened["path"]
-            case "done" if rank == 0 and "step" in (happened.get("spent") or {}):
-                self.done = happened.get("samples", 0)
+            case kinds.Recalled():
+                self.metrics.update(happened.values)
+            case kinds.Network():
+                self.network = happened.text
+            case kinds.Work():
+                self.work = happened.ranks
+            case kinds.Slow():
+                self.slow = {"text": happened.text, "ranks": happened.ranks}
+            case kinds.Saved():
+                self.saved = happened.path
+            case kinds.Done(rank=0) if happened.spent and "step" in happened.spent:
+                self.done = happened.samples
 
-    def _add_report(self, report: Event) -> None:
-        self.metrics.update(report["values"])
-        if "step" in report and isinstance(report["values"].get("samples"), int | float):
+    def _add_report(self, report: kinds.Report) -> None:
+        self.metrics.update(report.values)
+        if report.step is not None and isinstance(report.values.get("samples"), int | float):
             self.samples = (*self.samples[:1], report)
 
     @property
@@ -291,7 +289,7 @@ class Figures:
             return self.done / self.spent.counted_s
         took = apart(self.samples)
         return (
-            (self.samples[-1]["values"]["samples"] - self.samples[0]["values"]["samples"]) / took
+            (self.samples[-1].values["samples"] - self.samples[0].values["samples"]) / took
             if took
             else 0.0
         )

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 SpanJson = dict[str, object]
 RUN, PHASES, FAILURES, SAVES = 1, 1, 2, 3
 """The run's process, and its threads. 0 is not an id: Perfetto takes it for the idle process."""
-PREFIX = {"hang": "silent: ", "slow": "", "notice": "", "warning": "warning: "}
-"""Kinds with a `text` that are marks on the run's first thread."""
 
 
 class Trace:
@@ -31,26 +30,57 @@ class Trace:
         self._since: dict[int, float] = {}
         """When the current step of a rank began, by rank."""
         self._steps: dict[int, int] = {}
-        self._failed: Event | None = None
+        self._failed: kinds.Failure | None = None
         for thread, name in ((PHASES, "launch"), (FAILURES, "failures"), (SAVES, "checkpoints")):
             self._name("thread_name", RUN, thread, name)
 
     def add(self, event: Event) -> None:
         """Process one event."""
-        if event["kind"] == "run":
-            self.__init__()  # type: ignore[misc]  # the folder had an earlier run
-            self._began = event["t"]
-            self._name("process_name", RUN, 0, f"run {event['name']}")
-        self._place(event)
-        method = getattr(self, f"_on_{event['kind']}", None)
-        if method is not None:
-            method(event)
-        elif event["kind"] in PREFIX:
-            self._mark(PREFIX[event["kind"]] + event["text"], event["t"], RUN, PHASES)
+        match event:
+            case kinds.Run():
+                self.__init__()  # type: ignore[misc]  # the folder had an earlier run
+                self._began = event.t
+                self._name("process_name", RUN, 0, f"run {event.name}")
+            case kinds.HasSlots():
+                self._place(event)
+            case kinds.StartsAttempt():
+                self._since, self._steps = {}, {}
+            case kinds.Phase():
+                self._span(event.name, event.t - event.s, event.s, RUN, PHASES)
+            case kinds.Begin():
+                self._since[event.rank], self._steps[event.rank] = event.t, event.resumed or 0
+            case kinds.Report():
+                self._on_report(event)
+            case kinds.Spent():
+                self._span(event.what, event.t - event.s, event.s, *self._seat(event.rank))
+                self._since[event.rank] = event.t
+            case kinds.Joined():
+                self._mark("joined", event.t, *self._seat(event.rank))
+            case kinds.Ended():
+                self._mark(f"ended: {event.how}", event.t, *self._seat(event.rank))
+            case kinds.Saved():
+                begin, args = event.t - event.s, {"path": event.path}
+                self._span(f"step {event.step}", begin, event.s, RUN, SAVES, args=args)
+            case kinds.Failure():
+                self._failed, cause = event, event.cause
+                text = f"{cause['how']} at step {cause['step']}"
+                self._mark(text, cause["at"], *self._seat(cause["rank"]))
+            case kinds.Restarted() if self._failed is not None:
+                self._failure(self._failed, self._failed.cause["at"] + event.s)
+            case kinds.Result():
+                if self._failed is not None:
+                    self._failure(self._failed, event.t)
+                self._mark(event.status, event.t, RUN, PHASES)
+            case kinds.Hang():
+                self._mark(f"silent: {event.text}", event.t, RUN, PHASES)
+            case kinds.Warning():
+                self._mark(f"warning: {event.text}", event.t, RUN, PHASES)
+            case kinds.Slow() | kinds.Notice():
+                self._mark(event.text, event.t, RUN, PHASES)
 
-    def _place(self, event: Event) -> None:
-        """Record where the ranks are, and that they start over."""
-        for slot in event.get("slots", ()):
+    def _place(self, event: kinds.HasSlots) -> None:
+        """Record where the ranks are."""
+        for slot in event.slots:
             host = slot["host"]
             if host not in self._hosts:
                 self._hosts[host] = len(self._hosts) + 2
@@ -60,61 +90,21 @@ class Trace:
                     "thread_name", self._hosts[host], slot["rank"] + 1, f"rank {slot['rank']}"
                 )
             self._seats[slot["rank"]] = host
-        if event["kind"] in ("restart", "regroup"):
-            self._since, self._steps = {}, {}
 
-    def _on_phase(self, event: Event) -> None:
-        self._span(event["name"], event["t"] - event["s"], event["s"], RUN, PHASES)
-
-    def _on_begin(self, event: Event) -> None:
-        self._since[event["rank"]] = event["t"]
-        self._steps[event["rank"]] = event.get("resumed") or 0
-
-    def _on_report(self, event: Event) -> None:
-        rank, step, before = event["rank"], event.get("step"), self._steps.get(event["rank"])
+    def _on_report(self, event: kinds.Report) -> None:
+        rank, step, before = event.rank, event.step, self._steps.get(event.rank)
         if step is None or step == before:
             return
         since = self._since.get(rank)
         if since is not None and before is not None and step > before:
             # for ranks other than 0, not every report arrives
             name = f"step {step}" if step == before + 1 else f"steps {before + 1}-{step}"
-            self._span(name, since, event["t"] - since, *self._seat(rank), args=event["values"])
-        self._since[rank], self._steps[rank] = event["t"], step
+            self._span(name, since, event.t - since, *self._seat(rank), args=event.values)
+        self._since[rank], self._steps[rank] = event.t, step
 
-    def _on_spent(self, event: Event) -> None:
-        self._span(event["what"], event["t"] - event["s"], event["s"], *self._seat(event["rank"]))
-        self._since[event["rank"]] = event["t"]
-
-    def _on_joined(self, event: Event) -> None:
-        self._mark("joined", event["t"], *self._seat(event["rank"]))
-
-    def _on_ended(self, event: Event) -> None:
-        self._mark(f"ended: {event['how']}", event["t"], *self._seat(event["rank"]))
-
-    def _on_saved(self, event: Event) -> None:
-        begin, path = event["t"] - event["s"], event["path"]
-        self._span(f"step {event['step']}", begin, event["s"], RUN, SAVES, args={"path": path})
-
-    def _on_failure(self, event: Event) -> None:
-        self._failed = event
-        cause = event["cause"]
-        self._mark(
-            f"{cause['how']} at step {cause['step']}", cause["at"], *self._seat(cause["rank"])
-        )
-
-    def _on_restarted(self, event: Event) -> None:
-        if self._failed is not None:
-            self._failure(self._failed["cause"]["at"] + event["s"])
-
-    def _on_result(self, event: Event) -> None:
-        if self._failed is not None:
-            self._failure(event["t"])
-        self._mark(event["status"], event["t"], RUN, PHASES)
-
-    def _failure(self, end: float) -> None:
+    def _failure(self, failed: kinds.Failure, end: float) -> None:
         """Add a span from the failure's beginning to the next step, or to the end of the run."""
-        assert self._failed is not None
-        text, at = self._failed["text"], self._failed["cause"]["at"]
+        text, at = failed.text, failed.cause["at"]
         self._span(text.partition("\n")[0], at, end - at, RUN, FAILURES, args={"text": text})
         self._failed = None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raydist.reporting.progress import PROGRESS_NAMES, number_text, rate_text
+from raydist.shared import kinds
 from raydist.shared.rank_names import counted, rank_ranges
 
 RANKS_SHOWN = 16
@@ -32,48 +33,47 @@ def flat(text: str) -> str:
     return clean(text).replace("\n", " ")
 
 
-def cluster_line(event: Mapping[str, Any]) -> str:
+def cluster_line(event: kinds.Cluster) -> str:
     """Return Ray's address, whether this run started it, and its number of nodes.
 
     Without Ray it is the reason for that.
     """
-    if not event.get("address"):
+    if not event.address:
         why = (
             "for a program on one node; group=ray starts one"
-            if event.get("asked") == "auto"
+            if event.asked == "auto"
             else "group=inline"
         )
         return f"ray   none ({why})"
-    at = "started here, at" if event.get("started") else "at"
-    return f"ray   {at} {event.get('address')}: {counted(event.get('nodes', 1), 'node')}"
+    at = "started here, at" if event.started else "at"
+    return f"ray   {at} {event.address}: {counted(event.nodes, 'node')}"
 
 
-def plan_line(event: Mapping[str, Any]) -> str:
+def plan_line(event: kinds.HasPlan) -> str:
     """Return the number of ranks and nodes, the spares, and the backend."""
-    nodes = {slot.get("node", slot.get("ip")) for slot in event["slots"]}
-    hosts = [node["host"] for node in event.get("spares", ())]
+    nodes = {slot.get("node", slot.get("ip")) for slot in event.slots}
+    hosts = [node["host"] for node in event.spares]
     spares = (
         f", {counted(len(hosts), 'spare')} ({', '.join(hosts)}; warm some seconds after the "
         "first step)"
         if hosts
         else ""
     )
-    ranks = f"{counted(event['world_size'], 'rank')} on {counted(len(nodes), 'node')}"
-    return f"plan  {ranks}{spares}, backend {event.get('backend')}"
+    ranks = f"{counted(event.world_size, 'rank')} on {counted(len(nodes), 'node')}"
+    return f"plan  {ranks}{spares}, backend {event.backend}"
 
 
-def resize_line(event: Mapping[str, Any]) -> str:
+def resize_line(event: kinds.Resize) -> str:
     """Return the number of ranks and nodes from now on, and the number of nodes before."""
-    ranks = f"{counted(event['world_size'], 'rank')} on {counted(event['nodes'], 'node')}"
-    return f"resize: continues with {ranks} (before: {counted(event['before'], 'node')})"
+    ranks = f"{counted(event.world_size, 'rank')} on {counted(event.nodes, 'node')}"
+    return f"resize: continues with {ranks} (before: {counted(event.before, 'node')})"
 
 
-def slot_rows(event: Mapping[str, Any]) -> list[list[str]]:
+def slot_rows(slots: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a table of the slots: a row of headings, then a row for each rank.
 
     With many ranks it has a row for each node.
     """
-    slots: Sequence[Mapping[str, Any]] = event["slots"]
     if len(slots) <= RANKS_SHOWN:
         head = ["rank", "host", "ip", "local_rank", "gpus"]
         return [
@@ -123,12 +123,9 @@ def _fit(cell: str, width: int) -> str:
     return cell.ljust(width) if len(cell) <= width else cell[: width - 2] + ".."
 
 
-def restart_cost(event: Mapping[str, Any]) -> str:
+def restart_cost(event: kinds.Restarted) -> str:
     """Format the cost of a restart: `back at step 12 after 0.31 s, no step repeated`."""
-    return (
-        f"back at step {event['step']} after {event['s']:.2f} s, "
-        f"{repeated_steps(event['repeated'])}"
-    )
+    return f"back at step {event.step} after {event.s:.2f} s, {repeated_steps(event.repeated)}"
 
 
 def repeated_steps(n: int) -> str:

@@ -13,6 +13,7 @@ Imports nothing else from raydist. Defines the data types that driver, nodes and
     home.py               The user's home and cache folder; a uid without a password entry may lack
                           both
     imports.py            Imports without garbage collection
+    kinds.py              The kinds of events of a run: a class for each, and their JSON
     outcome.py            How ranks ended, and the outcome of an attempt
     own_path.py           Whether other users can reach a folder, or decide what lies at a path
     rank_names.py         Ranks, hosts and counts as text

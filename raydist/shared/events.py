@@ -1,58 +1,6 @@
 """The events of a run: an append-only file of JSON lines, and live readers. (either side)
 
-Every event has `t` (seconds since the epoch, on the driver's clock) and `kind`; its other fields
-depend on the kind. `pace` and `nodes` are reported about every 10 s, less often in a large run:
-    run        name, dir, target, pages         the run began; `pages`: failure pages that earlier
-                                                runs left
-    cluster    address, nodes, started          connected to Ray; `started`: raydist started it
-    wait       text                             waiting for nodes, and for which
-    plan       backend, world_size, slots       for each rank: rank, host, ip, local_rank, gpus
-    avoid      node, avoided, text              a node with incidents was left out, or there was no
-                                                room to do so
-    phase      name, s                          a phase of the launch ended: connect, place, actors,
-                                                warm-up, …
-    warning    text, [rank]                     a warning
-    track      text                             a tracker records the run: its name, and where to
-                                                find it
-    joined     rank, pid, [network]             the rank joined the process group
-    begin      rank, [steps, epochs, samples, resumed]
-                                                a training loop began; `resumed`: the step it
-                                                continues from
-    report     rank, [step], values, [kept]     what a job reported; see `Events` for what is in the
-                                                file. `kept`: the newest step that a snapshot has
-    recalled   rank, step, values               what rank 0 had reported when its state was saved
-    spent      rank, what, s                    an evaluation or a save took `s` seconds
-    saved      rank, step, path, s              a checkpoint is complete on disk
-    raised     rank, type, message, traceback, step
-                                                the job raised an exception
-    done       rank, [spent, samples]           the job's function returned; spent: {step, evaluate,
-                                                save: seconds}; step and samples are without the
-                                                first step, a part of the launch
-    ended      rank, code, signal, step         the rank's process ended
-    hang       text, ranks, certain, s          ranks are silent for `s` seconds, and which ranks
-                                                they wait for
-    slow       text, ranks                      slow ranks: rank, host, own_s, others_s, step_s,
-                                                share
-    pace       ranks                            for each rank: [newest step, seconds of its own work
-                                                per step, per step]
-    nodes      nodes                            for each host: cpu, memory, gpus, ports
-                                                (messages.agent.NodeLoad)
-    work       ranks                            at the end, for each rank: [seconds of its own work
-                                                per step, per step]
-    network    text, nodes                      what carried the traffic between nodes: port
-                                                counters, NCCL's log
-    notice     text, ranks, hosts, s            nodes will be taken away in `s` seconds
-    stop       reason                           the other ranks are being ended
-    failure    cause, text, reason, reached, others, ended, attempt
-                                                all ranks ended because this rank ended
-    restart    number, most, rank, host, how, step, text
-                                                the next attempt begins, because of this failure;
-                                                `number`: failures so far, also in `restarted`
-    placed     number, moved, [slots]           every rank has a slot for the attempt; `moved`: the
-                                                ranks that changed slots
-    restarted  number, step, s, repeated        the attempt's first step is done, `s` seconds after
-                                                the failure; `repeated`: steps lost
-    result     status, …                        the last line of the file
+shared/kinds.py has the class of each kind of event.
 """
 
 from __future__ import annotations
@@ -66,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from raydist.shared import kinds
 from raydist.shared.errors import Stopped
+from raydist.shared.kinds import Event
 
 RANK_0 = (64 << 20, 300.0)
 """Bytes of rank 0's reports that are always written, and bytes per second after these.
@@ -79,15 +29,10 @@ with a step every second, all of them.
 OTHERS = (1 << 20, 50.0)
 """The same limits for the reports of all other ranks together, which only live readers need."""
 
-Event = dict[str, Any]
+E = TypeVar("E", bound=Event)
 Reader = Callable[[Event], None]
 OWED_MOST = 1 << 24
 """Bytes of events that are kept in memory while the disk is full. Later ones reach only readers."""
-
-
-def event(kind: str, **facts: Any) -> Event:
-    """Return an event with the current time."""
-    return {"t": time.time(), "kind": kind, **facts}
 
 
 @dataclass
@@ -153,16 +98,16 @@ class Events(AbstractContextManager["Events"]):
         The line thus survives a SIGKILL of the driver. A full disk does not end the run: up to
         `OWED_MOST` bytes of lines are kept in memory until they can be written.
         """
-        line = json.dumps(new, default=str)
+        line = json.dumps(new.to_json(), default=str)
         with self._lock:
             self._write(self._for_disk(new, line.encode() + b"\n"))
             # Readers see the same live as in the file: no tuples, and keys are text.
-            self._tell(json.loads(line))
+            self._tell(kinds.from_json(json.loads(line)))
 
     def _for_disk(self, new: Event, line: bytes) -> bytes:
         """Return what is appended to the file for this event."""
-        if new["kind"] == "report":
-            first = new.get("rank") == 0
+        if isinstance(new, kinds.Report):
+            first = new.rank == 0
             fits = self._budgets[not first].take(len(line), time.monotonic())
             if first:
                 self._left_out = b"" if fits else line
@@ -183,17 +128,17 @@ class Events(AbstractContextManager["Events"]):
                     f"{self.path.parent} cannot be written ({error.strerror}): the run "
                     "continues without it"
                 )
-                self.say("warning", text=text)
+                self.warn(text)
 
-    def all(self, kind: str = "") -> Iterator[Event]:
-        """Return all events in the file and those still to be written; `kind`: only these."""
-        return read_events(self.path, bytes(self._owed), kind)
+    def all(self, kind: type[E]) -> Iterator[E]:
+        """Return the events of a kind in the file and of those still to be written."""
+        return read_kind(kind, self.path, bytes(self._owed))
 
     def show(self, rank: int, output: bytes) -> None:
         """Give a rank's output to the readers only: the rank's log has it already."""
         if output:
             with self._lock:
-                self._tell(event("output", rank=rank, output=output))
+                self._tell(kinds.Output(rank=rank, output=output))
 
     def _tell(self, new: Event) -> None:
         for reader in self._readers:
@@ -202,7 +147,7 @@ class Events(AbstractContextManager["Events"]):
             except Stopped:
                 raise  # a signal arrived while the reader ran: the driver handles it
             except Exception as error:
-                self._report_failure(reader, new["kind"], error)
+                self._report_failure(reader, new.kind, error)
 
     def _report_failure(self, reader: Reader, kind: str, error: Exception) -> None:
         name = getattr(reader, "__qualname__", type(reader).__name__)
@@ -213,30 +158,34 @@ class Events(AbstractContextManager["Events"]):
                 f"{name} could not read an event `{kind}`, and left it out: "
                 f"{type(error).__name__}: {error}"
             )
-            self.say("warning", text=text)
+            self.warn(text)
 
-    def say(self, kind: str, **facts: Any) -> None:
-        """Append an event with the current time."""
-        self.add(event(kind, **facts))
+    def warn(self, text: str) -> None:
+        """Append a warning of the driver."""
+        self.add(kinds.Warning(text=text))
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
-def read_events(path: Path, owed: bytes = b"", kind: str = "") -> Iterator[Event]:
-    """Yield the events of a file and of the bytes still to be written to it.
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield the events of a file. A line that a crash cut off is skipped."""
+    return filter(None, map(parse_event, whole_lines(path)))
 
-    A line that a crash cut off is skipped. `kind`: only events of this kind; other lines are not
-    parsed.
+
+def read_kind(kind: type[E], path: Path, owed: bytes = b"") -> Iterator[E]:
+    """Yield the events of a kind in a file and in the bytes still to be written to it.
+
+    Lines of other kinds are not parsed.
     """
-    wanted = f'"kind": "{kind}"'.encode() if kind else b""
+    wanted = f'"kind": "{kind.kind}"'.encode()
     for line in whole_lines(path, owed):
         found = parse_event(line) if wanted in line else None
-        if found is not None and kind in ("", found["kind"]):
+        if isinstance(found, kind):
             yield found
 
 
-def whole_lines(path: Path, owed: bytes) -> Iterator[bytes]:
+def whole_lines(path: Path, owed: bytes = b"") -> Iterator[bytes]:
     """Yield the lines of a file followed by these bytes, without an unfinished last line."""
     with path.open("rb") as lines:
         for line in lines:
@@ -254,7 +203,8 @@ def parse_event(line: bytes) -> Event | None:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and {"t", "kind"} <= found.keys() else None
+    whole = isinstance(found, dict) and {"t", "kind"} <= found.keys()
+    return kinds.from_json(found) if whole else None
 
 
 def ends_with_newline(path: Path) -> bool:

@@ -26,9 +26,10 @@ from raydist.launch.payload import RemoteCall
 from raydist.reporting.result import Result
 from raydist.settings.compose import save_settings
 from raydist.settings.config import Job, Sweep
-from raydist.shared import signals
+from raydist.shared import kinds, signals
 from raydist.shared.errors import ConfigError, RaydistError, Stopped
-from raydist.shared.events import Event, read_events
+from raydist.shared.events import read_kind
+from raydist.shared.kinds import Event
 from raydist.shared.signals import Halt
 from raydist.sweeps import room, rules
 from raydist.sweeps.folder import Folder
@@ -233,24 +234,20 @@ class Conductor:
         If it was killed after its last report, it reports nothing now.
         """
         with suppress(OSError):
-            for event in read_events(file, kind="report"):
+            for event in read_kind(kinds.Report, file):
                 live.watched.add(event)
 
     def _read(self, number: int, live: Live, event: Event) -> None:
         """Process an event of a trial, in the trial's thread."""
         settled = live.watched.settled
         reported = live.watched.add(event)
-        if event["kind"] == "warning":
+        if isinstance(event, kinds.Warning):
             self._screen.event(event, number)
-        while (
-            reported
-            and self._rule.kind != "none"
-            and event["step"] >= self._rule.milestone(live.milestones)
-        ):
-            live.milestones += 1
-            self._messages.put(
-                Reached(number, event["step"], event["values"][self._wanted[0].name])
-            )
+        if reported and isinstance(event, kinds.Report) and self._rule.kind != "none":
+            step, value = event.step or 0, event.values[self._wanted[0].name]
+            while step >= self._rule.milestone(live.milestones):
+                live.milestones += 1
+                self._messages.put(Reached(number, step, value))
         if settled != live.watched.settled:
             self._messages.put(None)
 

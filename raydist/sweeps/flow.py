@@ -16,7 +16,7 @@ from raydist.settings.compose import CONFIG, SweepConfig
 from raydist.settings.config import Job, Sweep
 from raydist.settings.overrides import Override
 from raydist.settings.references import REFERENCE
-from raydist.shared import signals
+from raydist.shared import kinds, signals
 from raydist.shared.errors import ConfigError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.home import expand_home
@@ -98,7 +98,7 @@ def run_sweep(
         optuna_study.check_optuna(sampler_name)
     path = resumed or Path(config.make_folder())
     screen = SweepScreen(jobs[0].watch, wanted)
-    folder = Folder(path, lambda text: screen.event({"kind": "warning", "text": text}))
+    folder = Folder(path, lambda text: screen.event(kinds.Warning(text=text)))
     trials = {
         number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()
     }

@@ -11,7 +11,8 @@ from raydist.reporting import wording
 from raydist.reporting.console import screen
 from raydist.reporting.progress import number_text
 from raydist.settings.config import Watch
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.shared.rank_names import counted
 from raydist.sweeps.trial import Objective, Trial, WatchedTrial, best_trials
 
@@ -41,13 +42,13 @@ class SweepScreen:
 
     def event(self, event: Event, trial: int | None = None) -> None:
         """Show an event of the sweep or of a trial: where Ray is, and each warning once."""
-        if event["kind"] == "cluster":
-            self.say(wording.cluster_line(event))
-        elif event["kind"] == "warning" and event["text"] not in self._warned:
-            self._warned.add(event["text"])
-            self._screen.say(
-                f"warning: {event['text']}{'' if trial is None else f' (trial {trial})'}", "yellow"
-            )
+        match event:
+            case kinds.Cluster():
+                self.say(wording.cluster_line(event))
+            case kinds.Warning() if event.text not in self._warned:
+                self._warned.add(event.text)
+                of_trial = "" if trial is None else f" (trial {trial})"
+                self._screen.say(f"warning: {event.text}{of_trial}", "yellow")
 
     def changed(self, trial: Trial, trials: Sequence[Trial]) -> None:
         """Write that a trial has begun, is paused or is over."""

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from raydist.reporting.progress import PROGRESS_NAMES
 from raydist.reporting.result import strict_json
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, nearest
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
 
 State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
 """`paused`: worse than others at a milestone, but may still continue. `ended`: permanently, for the
@@ -111,19 +112,20 @@ class WatchedTrial:
 
     def add(self, happened: Event) -> bool:
         """Process an event; return whether it is a report of the first objective at a step."""
-        self.waiting = happened["kind"] == "wait"
-        match happened["kind"]:
-            case "plan" | "restarted" | "placed":
+        self.waiting = isinstance(happened, kinds.Wait)
+        match happened:
+            case kinds.Plan() | kinds.Restarted() | kinds.Placed():
                 self.settled = True
-            case "restart" | "wait" | "regroup":
+            case kinds.StartsAttempt() | kinds.Wait():
                 self.settled = False
-            case "recalled":
-                self.step = happened["step"]
-                self.metrics.update(happened["values"])
-            case "report" if happened.get("rank") == 0:
-                self.step = max(self.step, happened.get("step") or 0)
-                self.metrics.update(happened["values"])
-                return bool(values_of(self._wanted[:1], happened["values"])) and "step" in happened
+            case kinds.Recalled():
+                self.step = happened.step
+                self.metrics.update(happened.values)
+            case kinds.Report(rank=0):
+                self.step = max(self.step, happened.step or 0)
+                self.metrics.update(happened.values)
+                reported = bool(values_of(self._wanted[:1], happened.values))
+                return reported and happened.step is not None
         return False
 
 

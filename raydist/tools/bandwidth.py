@@ -17,8 +17,9 @@ from typing import Any
 from raydist.flow import run
 from raydist.reporting import wording
 from raydist.reporting.result import Result
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError
-from raydist.shared.events import read_events
+from raydist.shared.events import read_kind
 from raydist.tools import bandwidth_figures as figures
 from raydist.tools.bandwidth_figures import OPS, Pair, RankMeasurement, Row
 from raydist.tools.bandwidth_plot import plot
@@ -145,18 +146,19 @@ def gather_rows(done: Result[RankMeasurement]) -> Measurement:
         slowest = None if None in times else max(s for s in times if s is not None)
         wrong = sum(of_rank["wrong"] for of_rank in row)
         rows.append(figures.row(row[0]["op"], row[0]["size"], slowest, wrong, len(measured)))
-    events = {event["kind"]: event for event in read_events(done.dir / "events.jsonl")}
-    slots = {slot["rank"]: slot for slot in events["plan"]["slots"]}
+    *_, plan = read_kind(kinds.Plan, done.dir / "events.jsonl")
+    network = [event.to_json() for event in read_kind(kinds.Network, done.dir / "events.jsonl")]
+    slots = {slot["rank"]: slot for slot in plan.slots}
     speeds = {(a, b): speed for value in measured for a, b, speed in value["pairs"]}
     ranks = sorted({rank for pair in speeds for rank in pair})
     several_nodes = len({slots[rank]["host"] for rank in ranks}) == len(ranks)
     return Measurement(
-        backend=events["plan"]["backend"],
+        backend=plan.backend,
         ranks=len(measured),
         rows=rows,
         matrix={(ranks.index(a), ranks.index(b)): speed for (a, b), speed in speeds.items()},
         names=[slots[rank]["host"] if several_nodes else f"rank {rank}" for rank in ranks],
-        network=events.get("network", {}),
+        network=network[-1] if network else {},
         dir=done.dir,
     )
 

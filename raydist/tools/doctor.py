@@ -22,8 +22,10 @@ from raydist.recovery.attempts import settled
 from raydist.reporting import wording
 from raydist.settings import compose
 from raydist.settings.config import Job
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RaydistError, Stopped
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.state.object_store import Remote
@@ -169,8 +171,8 @@ def storage_probe(job: Job, report: Report) -> Iterator[str]:
 
 def print_waiting(event: Event) -> None:
     """Print the warnings of the launch, and what it waits for."""
-    if event["kind"] in ("wait", "warning"):
-        print(event["text"], file=sys.stderr)
+    if isinstance(event, kinds.Wait | kinds.Warning):
+        print(event.text, file=sys.stderr)
 
 
 if __name__ == "__main__":

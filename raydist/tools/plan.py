@@ -41,6 +41,7 @@ from raydist.settings import compose
 from raydist.settings.config import Job, as_dict
 from raydist.settings.mesh import MeshShape, divides, mesh_shape
 from raydist.settings.secrets import masked
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
@@ -316,13 +317,13 @@ def plan_as_text(
     They are the slots; the variables of all ranks, of each node, and of each rank; what makes it
     fast.
     """
-    event, request = plan.as_event(), plan.request
+    request = plan.request
     labels = "".join(f", label {key}={pattern}" for key, pattern in request.selector.items())
     yield f"nodes {view.source}"
-    yield wording.plan_line(event)
+    yield wording.plan_line(kinds.Plan(**plan.as_event()))
     bundles = f"{counted(len(request.bundles), 'bundle')} of {amounts(request.bundles[0])}"
     yield f"group one placement group, {request.strategy}: {bundles}{labels}"
-    yield from wording.table(wording.slot_rows(event))
+    yield from wording.table(wording.slot_rows(plan.as_event()["slots"]))
     if any(fit_count(node.free, request.bundles[0]) == 0 for node in plan.nodes):
         yield f"waits {describe_shortage(request, view.nodes).removeprefix('waiting ')}"
     of_all = shared_variables(variables)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from raydist.settings.config import Job, as_saved
 from raydist.settings.mesh import mesh_shape
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.state.checkpoint_files import MappedState, Saved
 from raydist.state.device import Mark, device_of
@@ -187,15 +188,21 @@ class Training:
         context.set_step(self.step)
         context.current().stop_request.begin(self.step)
         context.emit_event(
-            "begin",
-            steps=self.steps,
-            epochs=self.epochs,
-            samples=self.order.size,
-            resumed=self.resumed,
+            kinds.Begin(
+                rank=context.rank().rank,
+                steps=self.steps,
+                epochs=self.epochs,
+                samples=self.order.size,
+                resumed=self.resumed,
+            )
         )
         # No step will report the loss.
         if self.step == self.steps and self.me.rank == 0 and hasattr(self, "loss"):
-            context.emit_event("recalled", step=self.step, values={"loss": self.loss.item()})
+            context.emit_event(
+                kinds.Recalled(
+                    rank=context.rank().rank, step=self.step, values={"loss": self.loss.item()}
+                )
+            )
 
     def _course(self, position: State) -> optim.Course:
         """Return the schedule at its position in samples: a new global batch does not move it.
@@ -297,7 +304,11 @@ class Training:
         self._save()
         groups.wait_for_rank_0(self.comm, self.keeper.rest)
         timed = max(0, self.step - self.resumed - 1)  # without the first step
-        context.emit_event("done", spent=self.spent, samples=timed * self.order.global_batch)
+        context.emit_event(
+            kinds.Done(
+                rank=context.rank().rank, spent=self.spent, samples=timed * self.order.global_batch
+            )
+        )
         return ({"loss": self.loss.item()} if hasattr(self, "loss") else {}) | self.results
 
     def _epoch(self) -> None:
@@ -455,7 +466,7 @@ class Training:
         yield
         took = time.perf_counter() - began
         self.spent[what] += took
-        context.emit_event("spent", what=what, s=took)
+        context.emit_event(kinds.Spent(rank=context.rank().rank, what=what, s=took))
         self.keeper.go_on()
 
 

@@ -52,7 +52,7 @@ def split_over_ray(
             "Ray Data needs CPUs, and the ranks have all of them: scale.cpus=0.5 or "
             "scale.per_node=N leaves some"
         )
-        context.emit_event("warning", text=text)
+        context.warn(text)
     node = torch.frombuffer(
         bytearray.fromhex(ray.get_runtime_context().get_node_id()), dtype=torch.uint8
     )

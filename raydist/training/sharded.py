@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from raydist.settings.config import Checkpoint
+from raydist.shared import kinds
 from raydist.shared.errors import RaydistError
 from raydist.state import object_store
 from raydist.state.device import device_of
@@ -134,10 +135,15 @@ def save(
     why = _write_together(request, part)
     if me.rank == 0:
         if why:
-            context.emit_event("warning", text=f"a checkpoint could not be written: {why}")
+            context.warn(f"a checkpoint could not be written: {why}")
         else:
             context.emit_event(
-                "saved", step=step, path=str(request.path), s=time.perf_counter() - began
+                kinds.Saved(
+                    rank=context.rank().rank,
+                    step=step,
+                    path=str(request.path),
+                    s=time.perf_counter() - began,
+                )
             )
     return None if why else request.path
 
@@ -173,13 +179,15 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
     if part.rank == 0 and memory is not None:
         memory.lock(SAVE_SLOT)
         context.emit_event(
-            "save_shards",
-            step=request.step,
-            folder=request.checkpoints,
-            keep=request.keep,
-            best=request.best,
-            metrics=request.metrics,
-            reported=request.reported,
+            kinds.SaveShards(
+                rank=context.rank().rank,
+                step=request.step,
+                folder=request.checkpoints,
+                keep=request.keep,
+                best=request.best,
+                metrics=request.metrics,
+                reported=request.reported,
+            )
         )
     return True
 
@@ -422,7 +430,7 @@ class Ring:
         self._memory.free()
         self._memory = None
         if why:
-            context.emit_event("warning", text=f"no more snapshots of the sharded state: {why}")
+            context.warn(f"no more snapshots of the sharded state: {why}")
 
     def load(self, state: State, of_ranks: str, optional: Sequence[str], part: bool) -> int:
         """Load as the module's `load` does, but only from memory."""
@@ -447,7 +455,7 @@ class Ring:
                     "no step has the shards of all ranks in memory: the run continues from "
                     "the checkpoint before it"
                 )
-                context.emit_event("warning", text=text)
+                context.warn(text)
             self._memory.forget_after(0)
             return 0
         if step == newest:

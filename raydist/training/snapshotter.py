@@ -173,10 +173,7 @@ class Snapshotter:
             if self._memory.locked < 0:
                 self._memory.drop()
                 self._memory = None
-                context.emit_event(
-                    "warning",
-                    text=f"no more snapshots: {why}; a restart continues from a checkpoint",
-                )
+                context.warn(f"no more snapshots: {why}; a restart continues from a checkpoint")
             return None
 
     def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:

@@ -203,7 +203,7 @@ class Stream(data.Order):
                 f"train={self.name} has more batches here than on other ranks: each epoch "
                 "ends with the shortest"
             )
-            context.emit_event("warning", text=text)
+            context.warn(text)
 
     def __iter__(self) -> Iterator[Batch]:
         while self.more and self._next is not None:
@@ -263,9 +263,7 @@ class Stream(data.Order):
         why = next(unloadable(self._state, f"the state of train={self.name}"), None)
         if why is not None and self.deal.stateful:
             self.deal.stateful = False
-            context.emit_event(
-                "warning", text=f"{why}; a resumed run reads the epoch again up to its place"
-            )
+            context.warn(f"{why}; a resumed run reads the epoch again up to its place")
         return None if why else self._state
 
     def go_on(self, place: State, own: State | None) -> None:
@@ -284,7 +282,7 @@ class Stream(data.Order):
                     f"train={self.name}: {why}: epoch {self.epoch + 1} begins anew, and its "
                     "samples come again"
                 )
-                context.emit_event("warning", text=text)
+                context.warn(text)
         self._state = place.get("source") if self.common else own
         if not self.position or not self.deal.stateful:
             self._state = None
@@ -363,7 +361,7 @@ def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | 
         )
         raise ConfigError.of("train.steps", None, cause, "train.steps=1000")
     if rank == 0 and (lacks := shortcomings(deal, train, world_size)):
-        context.emit_event("warning", text=f"train={name}: {'; '.join(lacks)}")
+        context.warn(f"train={name}: {'; '.join(lacks)}")
     return found
 
 

@@ -73,7 +73,7 @@ class DataWait:
         if self._count > FIRST_LOOK and (found := finding(rows, self._kind, self._workers)):
             self._told = True  # on all ranks, because they have the same rows
             if context.rank().rank == found[0]:
-                context.emit_event("warning", text=found[1])
+                context.warn(found[1])
         self._waited, self._since = 0.0, now
 
 

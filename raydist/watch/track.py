@@ -23,6 +23,7 @@ from pathlib import Path
 from raydist.recovery import policy
 from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
+from raydist.shared import kinds
 from raydist.shared.events import Events
 from raydist.state.object_store import StoragePath, environment, parse_path, reason
 from raydist.state.run_checkpoints import finished, newest_of_run, run_and_earlier, training_of
@@ -49,9 +50,8 @@ class Trackers(AbstractContextManager["Trackers"]):
             try:
                 self._all.append(TrackerProcess(name, job, events, before))
             except OSError as error:
-                events.say(
-                    "warning",
-                    text=f"{name} cannot be started ({error}); the run goes on without it",
+                events.warn(
+                    f"{name} cannot be started ({error}); the run goes on without it",
                 )
 
     def with_ids(self) -> Job:
@@ -77,7 +77,7 @@ class Trackers(AbstractContextManager["Trackers"]):
                 f"{names}: the end of the run is still being sent; the command waits up to "
                 f"{END_S:g} s for it"
             )
-            self._events.say("track", text=text)
+            self._events.add(kinds.Track(text=text))
         for each in self._all:
             each.wait(until)
 
@@ -123,9 +123,10 @@ class TrackerProcess:
             said = json.loads(line)
             self._warned |= "warning" in said
             self._variables.update(said.get("variables", {}))
-            for kind in ("warning", "track"):
-                if kind in said:
-                    self._events.say(kind, text=said[kind])
+            if "warning" in said:
+                self._events.warn(said["warning"])
+            if "track" in said:
+                self._events.add(kinds.Track(text=said["track"]))
             if "ready" in said:
                 self._ready.set()
         self._ready.set()
@@ -162,7 +163,7 @@ class TrackerProcess:
             why = f"it did not finish in {END_S:g} s"
         if why and not self._warned:
             log = Path("logs", f"track-{self.name}.log")
-            self._events.say("warning", text=f"{self.name} has not all of the run: {why} ({log})")
+            self._events.warn(f"{self.name} has not all of the run: {why} ({log})")
         with suppress(ProcessLookupError):  # what its library has started ends too
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -210,7 +211,7 @@ def resumed_folder(job: Job, events: Events) -> Path | None:
                     return local
     except Exception as error:
         text = f"the run to resume cannot be found ({reason(error)}): trackers begin a new one"
-        events.say("warning", text=text)
+        events.warn(text)
     return None
 
 

@@ -36,7 +36,7 @@ def watching(
     folder, figures = Path(job.dir), Figures()
     console = Console(job.watch, failures=figures.failures) if shown is None else None
     screen: list[Reader] = [each for each in (shown, console, also) if each is not None]
-    metrics = Metrics(run_label(job), figures, lambda text: events.say("warning", text=text))
+    metrics = Metrics(run_label(job), figures, lambda text: events.warn(text))
     readers: tuple[Reader, ...] = (
         figures.add,
         Pages(folder, figures.failures),

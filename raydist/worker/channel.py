@@ -24,7 +24,8 @@ from raydist.messages.rank import (
     TellActivity,
 )
 from raydist.messages.wire import Message, decode, encode
-from raydist.shared.events import Event, event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.worker import context, stacks
 from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
 
@@ -66,7 +67,7 @@ class Channel:
     def emit(self, event: Event) -> None:
         """Send an event; a report is only queued, which takes a microsecond and never blocks."""
         self._queue.append(event)
-        if event["kind"] != "report" and self._open:
+        if not isinstance(event, kinds.Report) and self._open:
             self.flush()
 
     def beat(self, step: int, phase: int) -> None:
@@ -108,7 +109,9 @@ class Channel:
         if not self._pending:
             some = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
             lines = (
-                each if isinstance(each, bytes) else json.dumps(each, default=str).encode()
+                each
+                if isinstance(each, bytes)
+                else json.dumps(each.to_json(), default=str).encode()
                 for each in some
             )
             self._pending = b"".join(line + b"\n" for line in lines)
@@ -178,5 +181,5 @@ class Channel:
             )
         self.reply(Activity(stack, entries))
         if gap and not self._reported_gap and context.rank().rank == 0:
-            self.emit(event("warning", text=gap))
+            self.emit(kinds.Warning(text=gap))
         self._reported_gap = gap

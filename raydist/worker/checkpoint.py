@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.settings.config import Checkpoint
-from raydist.shared import env_names
+from raydist.shared import env_names, kinds
 from raydist.state.checkpoint_files import Saved, load, newest, saved_at, write_and_prune
 from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.run_checkpoints import fit_of, of_fit, training_of
@@ -69,8 +69,12 @@ def save(
         return request.path
     path, trouble = write_and_prune(request)
     if trouble:
-        context.emit_event("warning", text=trouble)
-    context.emit_event("saved", step=step, path=str(path), s=time.perf_counter() - began)
+        context.warn(trouble)
+    context.emit_event(
+        kinds.Saved(
+            rank=context.rank().rank, step=step, path=str(path), s=time.perf_counter() - began
+        )
+    )
     return path
 
 
@@ -126,7 +130,7 @@ def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
         memory.request_save(request, snapshot)
     except NoRoom:
         return False
-    context.emit_event("save")
+    context.emit_event(kinds.Save(rank=context.rank().rank))
     return True
 
 
@@ -171,14 +175,16 @@ def latest() -> Saved | None:
         and env_names.RESUME in os.environ
         and context.rank().rank == 0
     ):
-        context.emit_event("recalled", step=found.step, values=found.reported)
+        context.emit_event(
+            kinds.Recalled(rank=context.rank().rank, step=found.step, values=found.reported)
+        )
     return found
 
 
 def _latest() -> Saved | None:
     def warn(text: str) -> None:
         if context.rank().rank == 0:
-            context.emit_event("warning", text=text)
+            context.warn(text)
 
     named = os.environ.get(env_names.RESUME)
     if named is None:

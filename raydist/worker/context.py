@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypedDict
 
 from raydist.settings.config import Checkpoint, Job
 from raydist.settings.mesh import MeshShape, mesh_shape
-from raydist.shared import env_names
+from raydist.shared import env_names, kinds
 from raydist.shared.errors import RaydistError
-from raydist.shared.events import Event, event
+from raydist.shared.kinds import Event
 from raydist.worker.heartbeat import PHASES
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class StopRequest:
 
     def stopped(self, step: int) -> NoReturn:
         """Emit `left` now that the state of this step is kept, and wait to be ended."""
-        emit_event("left", step=step)
+        emit_event(kinds.Left(rank=rank().rank, step=step))
         while True:
             signal.pause()
 
@@ -211,18 +211,29 @@ def _context_from_env() -> Context:
     rank = Rank.from_env(os.environ)
 
     def emit(event: Event) -> None:
-        if rank.rank == 0 and event["kind"] in ("report", "saved", "warning"):
-            print(report_line(event), flush=True)
+        if rank.rank == 0 and (line := event_line(event)):
+            print(line, flush=True)
 
     return Context(rank=rank, emit=emit, beat=lambda step, phase: None)
 
 
-def report_line(event: Event) -> str:
-    """Return `step 4 · loss 0.25`, from an event."""
-    values = event.get(
-        "values", {k: v for k, v in event.items() if k not in ("t", "kind", "rank", "step")}
-    )
-    parts = [f"step {event['step']}"] if "step" in event else []
+def event_line(event: Event) -> str:
+    """Return what rank 0 prints of an event without a driver, such as `step 4 · loss 0.25`.
+
+    It is empty for an event that is not shown.
+    """
+    step: int | None = None
+    values: Mapping[str, Any]
+    match event:
+        case kinds.Report():
+            step, values = event.step, event.values
+        case kinds.Saved():
+            step, values = event.step, {"path": event.path, "s": event.s}
+        case kinds.Warning():
+            values = {"text": event.text}
+        case _:
+            return ""
+    parts = [] if step is None else [f"step {step}"]
     parts += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()]
     return " · ".join(parts)
 
@@ -295,10 +306,9 @@ def report(step: SupportsIndex | None = None, **values: Any) -> None:
         context.reported |= {
             name: value for name, value in plain.items() if type(value) in (bool, int, float, str)
         }
-    facts = {"rank": context.rank.rank, "values": plain} | (
-        {} if count is None else {"step": count}
-    )
-    context.emit(event("report", **facts, **({"kept": context.kept} if context.kept else {})))
+    optional: dict[str, Any] = {"step": count, "kept": context.kept or None}
+    given = {name: value for name, value in optional.items() if value is not None}
+    context.emit(kinds.Report(rank=context.rank.rank, values=plain, **given))
 
 
 def whole_step(step: SupportsIndex) -> int:
@@ -335,7 +345,7 @@ def _note_order(context: Context, step: int) -> None:
             "report of a step, the "
             "page the last; report the optimizer steps of all epochs together"
         )
-        emit_event("warning", text=text)
+        warn(text)
     context.newest = max(context.newest, step)
 
 
@@ -374,7 +384,12 @@ def exception_facts(error: BaseException) -> ExceptionFacts:
     }
 
 
-def emit_event(kind: str, **facts: Any) -> None:
+def emit_event(event: kinds.OfRank) -> None:
     """Emit an event of this rank."""
+    current().emit(event)
+
+
+def warn(text: str) -> None:
+    """Emit a warning of this rank."""
     context = current()
-    context.emit(event(kind, rank=context.rank.rank, **facts))
+    context.emit(kinds.Warning(rank=context.rank.rank, text=text))

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from raydist.messages.server import ProgramSpec, RankSpec
 from raydist.messages.wire import decode
 from raydist.settings import config
+from raydist.shared import kinds
 from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
 
@@ -90,7 +91,7 @@ def run_rank(
         )
     )
     if not_bound:
-        context.emit_event("warning", text=not_bound)
+        context.warn(not_bound)
     code = run_in_rank(spec, channel)
     channel.flush()
     end_process(code, whole=bool(spec.script))
@@ -144,13 +145,13 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
     try:
         job = config.from_dict(json.loads(spec.job))
         if spec.script:
-            context.emit_event("joined", pid=os.getpid())
+            context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)
             program.run_script(spec.script, list(spec.argv[1:]))
             return 0
         context.phase("start")
         with backends.join(job.backend.name, job, os.environ):
-            context.emit_event("joined", pid=os.getpid())
+            context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)
             write_pickle(spec.value, call_job(spec, job))
         return 0
@@ -158,7 +159,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
         if exit_.code is None or isinstance(exit_.code, int):
             return exit_.code or 0
         print(exit_.code, file=sys.stderr)
-        context.emit_event("raised", **context.exception_facts(exit_))
+        context.emit_event(kinds.Raised(rank=context.rank().rank, **context.exception_facts(exit_)))
         return 1
     except BaseException as error:
         error.__traceback__ = frames_of_job(error.__traceback__)
@@ -166,7 +167,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         else:
             traceback.print_exception(error)
-        context.emit_event("raised", **context.exception_facts(error))
+        context.emit_event(kinds.Raised(rank=context.rank().rank, **context.exception_facts(error)))
         if not spec.script:  # a script has no caller that could catch the exception
             error.__traceback__ = None  # frames can't be pickled
             write_pickle(f"{spec.value}.error", error)
@@ -219,9 +220,7 @@ def write_pickle(path: str, value: Any) -> None:
     try:
         Path(path).write_bytes(cloudpickle.dumps(value))
     except Exception as error:
-        context.emit_event(
-            "warning", text=f"a {type(value).__name__} can't be pickled for the driver: {error}"
-        )
+        context.warn(f"a {type(value).__name__} can't be pickled for the driver: {error}")
 
 
 def end_process(code: int, whole: bool = False) -> NoReturn:

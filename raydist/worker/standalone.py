@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from raydist.settings.config import Job
 from raydist.settings.run_folder import run_folder
-from raydist.shared import env_names
+from raydist.shared import env_names, kinds
 from raydist.shared.errors import RaydistError
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
 from raydist.state import object_store, run_checkpoints
 from raydist.worker import backends, context, garbage, target
 
@@ -137,9 +137,7 @@ def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
     if env_names.RESUME not in os.environ:
         run = run_folder(replace(job, dir=str(run_dir)))
         with object_store.environment(job.env):
-            start = run_checkpoints.find_resume(
-                job.resume, run, lambda text: context.emit_event("warning", text=text)
-            )
+            start = run_checkpoints.find_resume(job.resume, run, context.warn)
             folder = run_checkpoints.folder_for(run, start)
         variables = {env_names.RESUME: str(start or ""), env_names.CHECKPOINTS: str(folder)}
         comm.gather(torch.zeros(1))  # all ranks have looked before one of them saves
@@ -156,13 +154,13 @@ def printer(every_s: float) -> Callable[[Event], None]:
 
     def emit(event: Event) -> None:
         nonlocal last
-        values = event.get("values", {})
-        if event["rank"] != 0 or event["kind"] not in ("report", "saved", "warning"):
+        if context.rank().rank != 0:
             return
-        if "steps" in values and event.get("step") != values["steps"]:
+        if isinstance(event, kinds.Report) and event.step != event.values.get("steps", event.step):
             if time.monotonic() - last < every_s:
                 return
             last = time.monotonic()
-        print(context.report_line(event), flush=True)
+        if line := context.event_line(event):
+            print(line, flush=True)
 
     return emit

@@ -170,7 +170,8 @@ import ray
 from ray.cluster_utils import Cluster
 from raydist.cluster import connect as cluster, node_history as ledger, placement
 from raydist.launch import placement_group
-from raydist.shared.events import Events, read_events
+from raydist.shared.events import Events, read_kind
+from raydist.shared import kinds
 from raydist.cluster.node_history import NodeIncident
 from raydist.settings import compose
 from pathlib import Path
@@ -189,7 +190,7 @@ def place(name, *words):
         asked = placement.resources_for(job, cluster.alive_nodes(), cluster.node_types())
         with placement_group.placed_group(job, asked, events) as gang:
             told[name] = [node.id for node in gang.plan.nodes]
-    told[name + " said"] = [[e["node"], e["avoided"]] for e in read_events(Path(name)) if e["kind"] == "avoid"]
+    told[name + " said"] = [[e.node, e.avoided] for e in read_kind(kinds.Avoid, Path(name))]
 
 
 all_of_them = sorted(cluster.alive_nodes(), key=lambda node: node.order)

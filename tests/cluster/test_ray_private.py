@@ -14,8 +14,8 @@ import pytest
 import raydist
 from raydist.cluster import ray_private
 from raydist.shared.errors import LaunchError
-from raydist.shared.events import read_events
 from tests.conftest import ROOT
+from tests.records import read_events
 
 
 def test_no_other_file_reaches_into_ray() -> None:

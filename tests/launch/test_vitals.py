@@ -16,8 +16,10 @@ from raydist.launch import vitals
 from raydist.launch.vitals import Pace, Rhythm, Vitals
 from raydist.messages.request import Request
 from raydist.node.load import LoadReader, gpu_loads
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from raydist.shared.kinds import EventJson
 from tests.cluster.test_placement import node
+from tests.records import Seen, event
 from tests.recovery.fake_group import job
 from tests.waiting import wait_until
 
@@ -53,8 +55,8 @@ class VitalsRun:
     reports."""
 
     def __init__(self, folder: Path, nodes: int, paces: Any, answers: Any) -> None:
-        self.seen: list[Event] = []
-        self.events = Events(folder / "events.jsonl", (self.seen.append,))
+        self.seen = Seen()
+        self.events = Events(folder / "events.jsonl", (self.seen,))
         self.calls: list[int] = []
         self._answers = answers
         self.vitals = Vitals(self.events, paces, plan(nodes), self._call)
@@ -65,7 +67,7 @@ class VitalsRun:
         self._answers(rank, reply)
         return reply
 
-    def wait_for(self, *kinds: str) -> dict[str, Event]:
+    def wait_for(self, *kinds: str) -> dict[str, EventJson]:
         """Return the first event of each of these kinds."""
         wait_until(
             lambda: {event["kind"] for event in self.seen} >= set(kinds),
@@ -127,7 +129,7 @@ def test_a_day_of_a_large_run_is_small(
     path, longest = tmp_path / "events.jsonl", 0.0
     for kind, fields in facts.items():
         with Events(tmp_path / kind) as events:
-            events.say(kind, **fields)
+            events.add(event(kind, **fields))
         size, rhythm = (tmp_path / kind).stat().st_size, Rhythm(2.0)
         with path.open("ab") as file:
             while rhythm.due < DAY_S:

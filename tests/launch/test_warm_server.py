@@ -19,8 +19,8 @@ from raydist.messages.server import ImportModules, Warm
 from raydist.messages.wire import decode, encode
 from raydist.node import fork_launcher, kept_server
 from raydist.settings.config import Job, Target
-from raydist.shared.events import read_events
 from tests.leftovers import alive, ended, remaining_processes, server_folders
+from tests.records import read_events
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray

@@ -42,7 +42,8 @@ from raydist.network.names import EnvVar
 from raydist.recovery import attempts, policy
 from raydist.settings.config import Backend, Job, Restart, Target
 from raydist.shared.errors import ConfigError, LaunchError
-from raydist.shared.events import Events, read_events
+from raydist.shared.events import Events
+from tests.records import read_events
 
 JOB = Job(name="digits", backend=Backend(name="gloo"), job=Target(target="json:dumps"))
 

@@ -29,7 +29,8 @@ from raydist.network.traffic import Ports
 from raydist.node.agent import RankAgent
 from raydist.node.checkup import Checkup
 from raydist.node.mpi_agent import MpiRankAgent
-from raydist.shared.events import Event, event
+from raydist.shared.kinds import Event
+from tests.records import event
 
 WIRES = (agent, checkup, mpirun, rank, request, server, shards)
 SPEC = RankSpec(
@@ -86,7 +87,7 @@ def test_anything_else_is_no_message(data: bytes) -> None:
 
 def test_an_event_is_no_message() -> None:
     raised = event("raised", rank=1, type="ValueError", message="no")
-    assert TAG not in raised
+    assert TAG not in raised.to_json()
 
 
 def requests() -> list[type[Any]]:

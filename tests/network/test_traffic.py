@@ -33,24 +33,23 @@ def nccl(network: str, direct: bool = False, why_not: str = "") -> list[Log]:
 
 def test_gloo_says_interface_bytes_and_that_there_is_no_infiniband() -> None:
     event, odd = traffic_event("gloo", nodes(3, eth0=4 * GB // 10), [0, 1, 2], [Log()] * 3)
-    assert event["text"] == "gloo over eth0 on 3 nodes, 1.2 GB sent; no node has InfiniBand"
+    assert event.text == "gloo over eth0 on 3 nodes, 1.2 GB sent; no node has InfiniBand"
     assert odd == []
-    assert event["nodes"][0] == {"host": "n0", "sent": {"eth0": 4 * GB // 10}, "rate": 12.5}
+    assert event.nodes[0] == {"host": "n0", "sent": {"eth0": 4 * GB // 10}, "rate": 12.5}
 
 
 def test_infiniband_that_gloo_leaves_alone_is_told() -> None:
     event, _ = traffic_event("gloo", nodes(2, eth0=GB, ib=0), [0, 1], [Log()] * 2)
-    assert event["text"].endswith("2 nodes have InfiniBand, NOT USED: gloo uses TCP")
+    assert event.text.endswith("2 nodes have InfiniBand, NOT USED: gloo uses TCP")
 
 
 def test_nccl_over_infiniband_with_and_without_gpudirect() -> None:
     event, odd = traffic_event("nccl", nodes(2, ib=GB), [0, 1], nccl("IB", direct=True))
-    assert event["text"] == "NET/IB over mlx5_0:1 with GPUDirect on 2 nodes, 2 GB sent"
-    assert event["nodes"][0]["rate"] == 50.0
+    assert event.text == "NET/IB over mlx5_0:1 with GPUDirect on 2 nodes, 2 GB sent"
+    assert event.nodes[0]["rate"] == 50.0
     assert odd == []
     assert (
-        " without GPUDirect "
-        in traffic_event("nccl", nodes(2, ib=GB), [0, 1], nccl("IB"))[0]["text"]
+        " without GPUDirect " in traffic_event("nccl", nodes(2, ib=GB), [0, 1], nccl("IB"))[0].text
     )
 
 
@@ -65,7 +64,7 @@ def test_the_silent_fall_to_sockets_is_told_with_its_reason() -> None:
         "NET/Socket over eth0 on 2 nodes, 2 GB sent; 2 nodes have InfiniBand, NOT USED: "
         "libibverbs is missing"
     )
-    assert event["text"].startswith(expected)
+    assert event.text.startswith(expected)
 
 
 def test_a_log_that_the_counters_deny_is_told() -> None:
@@ -115,7 +114,7 @@ def test_counters_that_are_not_there_or_began_anew_count_as_nothing() -> None:
     gone = NodeTraffic("a", "eth0", {"eth0": port(5)}, {"eth0": port(3), "eth1": port(9)})
     assert (gone.sent("eth0"), gone.sent("eth1"), gone.sent("eth2")) == (None, None, None)
     event, odd = traffic_event("gloo", [gone, gone], [0, 1], [Log()] * 2)
-    assert "0 B sent" in event["text"]
+    assert "0 B sent" in event.text
     assert odd == []
 
 

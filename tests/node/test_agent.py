@@ -46,7 +46,7 @@ from raydist.node.output_file import OutputFile
 from raydist.node.processes import recorded_error
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
-from raydist.shared.events import Event
+from raydist.shared.kinds import EventJson
 from tests.leftovers import alive, ended
 from tests.node.test_fork_server import GATED
 from tests.waiting import wait_until
@@ -94,7 +94,7 @@ def program_request(*argv: str) -> StartRank:
 class History:
     """All news of a rank."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[EventJson] = field(default_factory=list)
     log: bytes = b""
     end: RankEnd | None = None
 
@@ -308,7 +308,7 @@ def test_only_the_newest_report_of_another_rank_than_0_is_kept(
         for step in range(1, 10):
             raydist.report(step=step)
 
-    async def run_and_read() -> list[Event]:
+    async def run_and_read() -> list[EventJson]:
         await start(agent, job, rank=1)
         while agent._end is None:
             await asyncio.sleep(0.01)

@@ -20,9 +20,11 @@ from raydist.recovery.blame import first_cause
 from raydist.recovery.policy import Retry
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Backend, Job, Scale, Target
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event, EventJson
 from raydist.shared.outcome import End
 from tests.cluster.test_placement import node
+from tests.records import Seen
 
 PATIENCE_S = 10.0
 """Maximum wait for something that takes no time."""
@@ -120,8 +122,8 @@ class Trial:
     ) -> None:
         self.group = FakeGroup(ranks, **group)
         self.logs = folder / "logs"
-        self.seen: list[Event] = []
-        self.events = Events(folder / "events.jsonl", (self.seen.append,))
+        self.seen = Seen()
+        self.events = Events(folder / "events.jsonl", (self.seen,))
         settings = replace(job(ranks), script=script)
         self.supervisor = Supervisor(
             cast("WorkerGroup", self.group), self.events, self.logs, settings, retry
@@ -157,7 +159,14 @@ class Trial:
         `within_s`."""
         now = self.now(rank)
         news = RankNews(
-            events, b"", b"", (step, "forward", now), quiet, (0, 0.0, 0.0), 0.0, sent=now
+            [each.to_json() for each in events],
+            b"",
+            b"",
+            (step, "forward", now),
+            quiet,
+            (0, 0.0, 0.0),
+            0.0,
+            sent=now,
         )
         self.group.open[rank].get(timeout=within_s).set_result(replace(news, **more))
 
@@ -191,6 +200,6 @@ class Trial:
         assert first is not None, "no rank failed"
         return first
 
-    def kinds(self, *kinds: str) -> list[Event]:
+    def kinds(self, *kinds: str) -> list[EventJson]:
         """Return the events of these kinds, in order."""
-        return [event for event in self.seen if event["kind"] in kinds]
+        return self.seen.kind(*kinds)

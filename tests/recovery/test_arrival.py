@@ -8,6 +8,8 @@ import pytest
 
 from raydist.recovery.arrival import RestartCost
 from raydist.recovery.policy import Retry
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End
 
 FAILED = Attempt(ends=[End(1, "b", "killed", 100.0, step=9), End(0, "a", "stopped", 101.0, step=9)])
@@ -16,12 +18,12 @@ RESIZED = Attempt(
 )
 
 
-def begin(resumed: int | None) -> dict[str, Any]:
-    return {"t": 105.0, "kind": "begin", "rank": 0, "resumed": resumed}
+def begin(resumed: int | None) -> Event:
+    return kinds.Begin(t=105.0, rank=0, resumed=resumed)
 
 
-def report(step: int | None) -> dict[str, Any]:
-    return {"t": 110.0, "kind": "report", "rank": 0, **({} if step is None else {"step": step})}
+def report(step: int | None) -> Event:
+    return kinds.Report(t=110.0, rank=0, step=step, values={})
 
 
 @pytest.mark.parametrize(
@@ -45,11 +47,11 @@ def report(step: int | None) -> dict[str, Any]:
     ],
 )
 def test_the_first_new_step_ends_a_restart(
-    attempt: Attempt, events: list[dict[str, Any]], cost: Any
+    attempt: Attempt, events: list[Event], cost: Any
 ) -> None:
     arrival = RestartCost(Retry((attempt,)))
-    costs = [facts for event in events if (facts := arrival.add(0, event))]
-    result = [(facts["step"], facts["s"], facts["repeated"], facts["resized"]) for facts in costs]
+    costs = [found for event in events if (found := arrival.add(0, event))]
+    result = [(each.step, each.s, each.repeated, each.resized) for each in costs]
     assert result == ([cost] if cost else [])
     assert arrival.add(0, report(11)) is None or not cost  # once
 

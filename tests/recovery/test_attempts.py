@@ -20,11 +20,13 @@ from raydist.recovery.arrival import RestartCost
 from raydist.recovery.attempts import Attempts
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.settings.config import Job, Restart
+from raydist.shared import kinds
 from raydist.shared.errors import LaunchError
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 from raydist.state import checkpoint_files
 from raydist.state.write import SaveRequest
+from tests.records import Seen
 
 JOB = Job(restart=Restart(max=3))
 KILLED = End(1, "b", "killed", 1.0, step=5, signal=9)
@@ -93,7 +95,7 @@ class Rig:
 
     history: Attempts
     events: Events
-    seen: list[Event]
+    seen: Seen
     retries: list[Retry | None]
     decisions: list[Retry | GiveUp]
     """What followed each attempt: decided once."""
@@ -107,8 +109,8 @@ class Rig:
 
 
 def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
-    seen: list[Event] = []
-    events = Events(folder / "e", (seen.append,))
+    seen = Seen()
+    events = Events(folder / "e", (seen,))
     attempt, todo = (
         Rig(Attempts(replace(JOB, dir=str(folder)), None, events), events, seen, [], []),
         iter(ends),
@@ -247,9 +249,9 @@ def test_another_number_of_nodes_is_not_counted_as_a_restart(
         2,
         3,
     ]  # attempts
-    report = {"kind": "report", "step": 1, "t": 2.0}
+    report = kinds.Report(rank=0, step=1, values={}, t=2.0)
     costs = [RestartCost(retry).add(0, report) for retry in it.retries if retry is not None]
-    assert [(cost["number"], cost["resized"]) for cost in costs if cost] == [
+    assert [(cost.number, cost.resized) for cost in costs if cost] == [
         (1, False),
         (1, True),
         (2, False),
@@ -331,7 +333,7 @@ def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
         checkpoint_files.write_and_prune(
             SaveRequest(7, {"n": 1}, {}, 2, str(tmp_path / "checkpoints"), str(tmp_path), 3, None)
         )
-        it.events.say("saved", step=7)
+        it.events.add(kinds.Saved(rank=0, step=7))
     it.make(group, job)
     assert group.acts == ["say_network", "flush", "newest_state"]
     it.history.concluded()

@@ -18,18 +18,13 @@ from raydist.recovery.classify import (
     lost_at,
 )
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
+from raydist.shared import kinds
 from raydist.shared.outcome import End
 
-RAISED = {
-    "t": 90.0,
-    "kind": "raised",
-    "type": "ValueError",
-    "message": "nan",
-    "traceback": "line 31",
-    "step": 7,
-}
+RAISED = kinds.Raised(t=90.0, rank=1, type="ValueError", message="nan", traceback="line 31", step=7)
 CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [192.0.2.2]:684"
-LOST_PEER = RAISED | {"type": "RuntimeError", "message": CLOSED}
+LOST_PEER = kinds.Raised(t=90.0, rank=1, type="RuntimeError", message=CLOSED, step=7)
+EARLIER = kinds.Raised(t=70.0, rank=1, type="RuntimeError", message=CLOSED, step=7)
 RANK = RankRecord(1, "node-1", "/logs/rank-1.log")
 STATES = (
     RankState(
@@ -79,7 +74,7 @@ def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (stopped(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=HANG), "hung", 80),
         (stopped(1, error=RecordedError("RuntimeError", CLOSED, "")), RANK, AttemptRecord(hang=HANG), "hung", 80),
         (stopped(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=OTHER_HANG), "stopped", 100),
-        (stopped(signum=9), replace(RANK, raised=LOST_PEER | {"t": 70.0}), AttemptRecord(hang=HANG), "raised", 70),
+        (stopped(signum=9), replace(RANK, raised=EARLIER), AttemptRecord(hang=HANG), "raised", 70),
         # a drain is the end of ranks on drained nodes, once all were stopped
         (stopped(signum=9), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
         (stopped(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),

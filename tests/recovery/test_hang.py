@@ -18,7 +18,8 @@ from raydist.recovery import hang, hang_verdict
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.settings.config import Hang
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from tests.records import Seen
 from tests.recovery.fake_group import PATIENCE_S, FakeGroup
 from tests.recovery.test_hang_verdict import JOB, WAITS, entry, stack
 
@@ -58,16 +59,14 @@ class Watched:
 
 
 @pytest.fixture
-def reported() -> list[Event]:
-    return []
+def reported() -> Seen:
+    return Seen()
 
 
 @pytest.fixture
-def watched(
-    tmp_path: Path, reported: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Watched]:
+def watched(tmp_path: Path, reported: Seen, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(hang, "CHECK_S", 0.0)
-    with Events(tmp_path / "e", (reported.append,)) as events:
+    with Events(tmp_path / "e", (reported,)) as events:
         yield Watched(tmp_path, events, {0: state("S"), 1: state("T")})
 
 
@@ -94,7 +93,7 @@ def test_many_ranks_whose_agents_answer_in_turn_are_not_examined(watched: Watche
         assert bool(watched.group.calls) is examined
 
 
-def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: list[Event]) -> None:
+def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: Seen) -> None:
     watched.silent()
     (posted,) = watched.posted
     assert (posted.diagnosis.culprits, posted.diagnosis.certain) == ((1,), True)
@@ -107,7 +106,7 @@ def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: list[
 
 
 def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(
-    watched: Watched, reported: list[Event], monkeypatch: pytest.MonkeyPatch
+    watched: Watched, reported: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check ended without a word: no hang was found any more."""
     with monkeypatch.context() as broken:
@@ -120,7 +119,7 @@ def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(
 
 
 def test_what_may_only_be_slow_is_reported_once_and_not_posted(
-    watched: Watched, reported: list[Event], monkeypatch: pytest.MonkeyPatch
+    watched: Watched, reported: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched.found[1] = state("D")
     clock = time.monotonic()
@@ -136,9 +135,7 @@ def test_what_may_only_be_slow_is_reported_once_and_not_posted(
     assert watched.posted == []
 
 
-def test_without_hang_end_a_certain_hang_is_only_reported(
-    watched: Watched, reported: list[Event]
-) -> None:
+def test_without_hang_end_a_certain_hang_is_only_reported(watched: Watched, reported: Seen) -> None:
     watched.settings = Hang(end=False)
     watched.__post_init__()
     watched.silent()
@@ -147,7 +144,7 @@ def test_without_hang_end_a_certain_hang_is_only_reported(
 
 
 def test_beyond_the_limit_the_run_is_ended_whatever_was_found(
-    watched: Watched, reported: list[Event]
+    watched: Watched, reported: Seen
 ) -> None:
     watched.settings = Hang(end=False, limit_s=90)
     watched.found = {0: state("R", busy=1.0), 1: state("R", busy=1.0)}
@@ -160,7 +157,7 @@ def test_beyond_the_limit_the_run_is_ended_whatever_was_found(
 
 
 def test_ranks_that_went_on_while_they_were_examined_are_let_be(
-    watched: Watched, reported: list[Event]
+    watched: Watched, reported: Seen
 ) -> None:
     def wakes(rank: int) -> RankActivity:
         watched.monitor.note(1, (6, "forward", time.time()), 0.0)
@@ -172,9 +169,7 @@ def test_ranks_that_went_on_while_they_were_examined_are_let_be(
     assert (reported, watched.posted) == ([], [])
 
 
-def test_so_are_they_if_only_their_agents_know_it_yet(
-    watched: Watched, reported: list[Event]
-) -> None:
+def test_so_are_they_if_only_their_agents_know_it_yet(watched: Watched, reported: Seen) -> None:
     watched.found = {0: state("S"), 1: replace(state("S"), beat=(6, "forward", time.time() + 1))}
     watched.silent()
     assert watched.group.recipients(Examine) == [0, 1]
@@ -183,7 +178,7 @@ def test_so_are_they_if_only_their_agents_know_it_yet(
 
 @pytest.mark.parametrize(("paced", "moves"), [(False, True), (False, False), (True, True)])
 def test_ranks_that_report_no_step_and_make_collectives_are_at_work(
-    watched: Watched, reported: list[Event], paced: bool, moves: bool
+    watched: Watched, reported: Seen, paced: bool, moves: bool
 ) -> None:
     """They were caught between two collectives, and their run was ended as one that hangs."""
     watched.settings = Hang(limit_s=90)
@@ -241,9 +236,7 @@ def test_a_full_disk_keeps_no_hang_from_being_ended(watched: Watched) -> None:
     assert len(watched.posted) == 1
 
 
-def test_nothing_is_reported_once_the_attempt_is_over(
-    watched: Watched, reported: list[Event]
-) -> None:
+def test_nothing_is_reported_once_the_attempt_is_over(watched: Watched, reported: Seen) -> None:
     with watched.monitor:
         pass
     watched.silent()

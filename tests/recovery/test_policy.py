@@ -54,8 +54,8 @@ def test_a_first_failure_is_forgiven_and_the_restart_knows_what_it_mends(end: En
     assert verdict.cause is not None
     assert (verdict.number, verdict.reached, verdict.cause.rank) == (1, 10, 1)
     facts = verdict.as_event(RULE)
-    assert (facts["number"], facts["most"], facts["rank"], facts["step"]) == (1, 3, 1, 10)
-    assert re.match("rank 1 on a, (last heartbeat at )?step 10: ", facts["text"])
+    assert (facts.number, facts.most, facts.rank, facts.step) == (1, 3, 1, 10)
+    assert re.match("rank 1 on a, (last heartbeat at )?step 10: ", facts.text)
 
 
 def test_restart_none_forgives_nothing_and_gives_no_reason() -> None:

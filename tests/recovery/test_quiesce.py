@@ -17,8 +17,8 @@ from raydist.messages.request import Request
 from raydist.recovery import quiesce as quiesce_module
 from raydist.recovery.quiesce import Quiesce
 from raydist.shared.errors import LaunchError
-from raydist.shared.events import event
 from raydist.worker.context import StopRequest
+from tests.records import event
 from tests.recovery.test_resize import planned
 from tests.waiting import wait_until
 

@@ -18,7 +18,7 @@ from raydist.recovery.straggler import (
     straggler_text,
 )
 from raydist.settings import compose
-from raydist.shared.events import read_events
+from tests.records import read_events
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -80,16 +80,13 @@ def test_who_collects_garbage_for_long_is_named_once() -> None:
             for rank, share in enumerate(shares)
         ]
     events = [event for event in reported if event]
-    assert [[each["rank"] for each in event["ranks"]] for event in events] == [[2], [2, 3]]
-    assert events[0]["ranks"][0] == {"rank": 2, "host": "b", "pauses": 0.09}
-    assert events[0]["text"].startswith(
-        "rank 2 on b: Python's garbage collector takes 9% of the time"
-    )
+    assert [[each["rank"] for each in event.ranks] for event in events] == [[2], [2, 3]]
+    assert events[0].ranks[0] == {"rank": 2, "host": "b", "pauses": 0.09}
+    assert events[0].text.startswith("rank 2 on b: Python's garbage collector takes 9% of the time")
     assert (
-        "ranks 2-3 on b: Python's garbage collector takes up to 20% of the time"
-        in events[1]["text"]
+        "ranks 2-3 on b: Python's garbage collector takes up to 20% of the time" in events[1].text
     )
-    assert "train.gc=100" in events[1]["text"]
+    assert "train.gc=100" in events[1].text
     assert "train.gc=" not in pauses_text([0], ["a"], {0: 0.1}, together=100)  # it is set already
 
 

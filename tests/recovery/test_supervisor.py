@@ -29,9 +29,11 @@ from raydist.messages.request import Request
 from raydist.recovery import deadlines, drain_monitor, hang, resize, straggler
 from raydist.recovery.policy import Retry
 from raydist.recovery.silences import Silences
-from raydist.shared.events import Event, event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.signals import stoppable
+from tests.records import event
 from tests.recovery.fake_group import Trial
 from tests.reporting.folds import fold_figures
 from tests.waiting import wait_until
@@ -122,10 +124,8 @@ def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
         trial.end(1, signum=11, step=2)
         assert trial.stopped()[0] == [0, 2]
         time.sleep(0.02)
-        own = event("raised", rank=2, type="ValueError", message="nan", traceback="", step=2)
-        trial.end(
-            2, {**own, "t": trial.now(2)}, code=1, step=2, told=False
-        )  # by itself, a little later
+        own = event("raised", t=trial.now(2), rank=2, type="ValueError", message="nan", step=2)
+        trial.end(2, own, code=1, step=2, told=False)  # by itself, a little later
         trial.end(0, signum=9, step=2)
         assert ways(trial) == ["stopped", "killed", "raised"]
         assert trial.cause().rank == 1
@@ -135,14 +135,12 @@ def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
 def test_a_nodes_clock_changes_no_time_of_the_run(tmp_path: Path, ahead: float) -> None:
     with Trial(tmp_path, ranks=1) as trial:
         trial.ahead = {0: ahead}
-        trial.events.say("run", name="a", dir="d")
+        trial.events.add(kinds.Run(name="a", dir="d"))
         for step in (1, 2):
-            trial.answer(
-                0, {**event("report", rank=0, step=step, values={}), "t": trial.now(0)}, step=step
-            )
-        trial.end(0, {**event("done", rank=0), "t": trial.now(0)}, step=2)
+            trial.answer(0, event("report", t=trial.now(0), step=step), step=step)
+        trial.end(0, event("done", t=trial.now(0)), step=2)
         assert ways(trial) == ["finished"]
-    figures = fold_figures(trial.seen)
+    figures = fold_figures(kinds.from_json(each) for each in trial.seen)
     assert figures.wall_s < 60
     assert [happened["t"] for happened in trial.seen] == pytest.approx(
         [time.time()] * len(trial.seen), abs=60

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from raydist.reporting.failures import Failure, Failures
 from raydist.reporting.result import Figures
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
 
 
 def fold_failures(events: Iterable[Event]) -> list[Failure]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from raydist.reporting.command_time import process_began, split
-from raydist.shared.events import Event
+from raydist.shared.kinds import Event
+from tests.records import event
 
 
-def at(t: float, kind: str, **facts: object) -> Event:
-    return {"t": t, "kind": kind, **facts}
+def at(t: float, kind: str, **facts: Any) -> Event:
+    return event(kind, t=t, **facts)
 
 
 RUN = [

@@ -21,15 +21,18 @@ from raydist.reporting.console import Console, screen
 from raydist.reporting.lines import Lines
 from raydist.reporting.terminal import Terminal
 from raydist.settings.config import Watch
+from raydist.shared import kinds
 from raydist.shared.errors import Stopped
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
+from tests.records import event
 
 ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 FOLDER = "/data/runs/digits/2026-11-21_02-30-00"
 
 
 def at(t: float, kind: str, **facts: Any) -> Event:
-    return {"t": t, "kind": kind, **facts}
+    return event(kind, t=t, **facts)
 
 
 def report(t: float, step: int, /, **values: Any) -> Event:
@@ -261,7 +264,7 @@ def test_more_nodes_than_a_screen_holds_are_counted() -> None:
 )
 def test_gpus_of_a_slot_as_far_as_they_are_known(gpus: Any, text: str) -> None:
     slots = [{"rank": 0, "host": "h", "ip": "i", "local_rank": 0, "gpus": gpus}]
-    assert wording.slot_rows({"slots": slots})[1][-1] == text
+    assert wording.slot_rows(slots)[1][-1] == text
 
 
 def test_a_failure_is_told_instead_of_metrics() -> None:
@@ -464,10 +467,10 @@ def test_a_terminal_that_went_away_does_not_break_the_end_of_a_run() -> None:
 
 def test_what_a_reader_raises_is_a_warning_but_a_signal_goes_through(tmp_path: Path) -> None:
     def reader(happened: Event) -> None:
-        raise Stopped(signal.SIGINT) if happened["kind"] == "report" else ValueError("a bug")
+        raise Stopped(signal.SIGINT) if isinstance(happened, kinds.Report) else ValueError("a bug")
 
     with Events(tmp_path / "events.jsonl", (reader,)) as events:
-        events.say("run", name="x", dir="y")
+        events.add(kinds.Run(name="x", dir="y"))
         with pytest.raises(Stopped):
             events.add(fit(1))
     assert "left it out: ValueError: a bug" in (tmp_path / "events.jsonl").read_text()

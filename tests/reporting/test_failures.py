@@ -19,8 +19,11 @@ from raydist.reporting.failures import Failure, Failures
 from raydist.reporting.goodput import Spent
 from raydist.reporting.page import page
 from raydist.reporting.page_files import Pages
-from raydist.shared.events import Event, Events
+from raydist.shared import kinds
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import End
+from tests.records import changed, event
 from tests.reporting.folds import fold_failures
 
 T0 = 1_000_000.0
@@ -44,7 +47,7 @@ SLOTS = [
 
 
 def at(seconds: float, kind: str, **facts: Any) -> Event:
-    return {"t": T0 + seconds, "kind": kind, **facts}
+    return event(kind, t=T0 + seconds, **facts)
 
 
 def report(seconds: float, step: int) -> Event:
@@ -52,7 +55,7 @@ def report(seconds: float, step: int) -> Event:
 
 
 def failure(first: End = KILLED, *others: End) -> Event:
-    return at(10.4, "failure", **blame.failure_facts(first, [first, *others]), attempt=0)
+    return changed(blame.failure_event(first, [first, *others], 0), t=T0 + 10.4)
 
 
 LAUNCH = [
@@ -126,7 +129,7 @@ def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
 
 
 def test_one_that_broke_again_before_its_first_step_is_a_failure_of_its_own() -> None:
-    later = {**failure(), "t": T0 + 12, "cause": {**asdict(KILLED), "at": T0 + 11.9}}
+    later = changed(failure(), t=T0 + 12, cause={**asdict(KILLED), "at": T0 + 11.9})
     first, second = fold_failures([*BROKEN, *RESTART[:-2], later])
     assert (first.status, first.s, second.status) == ("restarted", None, "running")
     assert second.page == "blame-2.txt"
@@ -177,8 +180,8 @@ def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
     ]
     lost = failure(replace(KILLED, how="lost", signal=0, why=OOM.why, oom="kernel"), ECHO)
     again = [
-        event | {"moved": [1, 2], "slots": later} if event["kind"] == "placed" else event
-        for event in RESTART
+        changed(each, moved=[1, 2], slots=later) if isinstance(each, kinds.Placed) else each
+        for each in RESTART
     ]
     first, second = fold_failures([*launch, lost, *again, failure()])
     text = page(first, "runs/x")
@@ -262,7 +265,8 @@ def test_pages_are_written_when_they_are_known_and_none_is_ever_written_over(
         failures = Failures()
         with Events(tmp_path / "events.jsonl", (failures.add, Pages(tmp_path, failures))) as events:
             for happened in BROKEN:
-                events.add({**happened, "pages": used} if happened["kind"] == "run" else happened)
+                first = isinstance(happened, kinds.Run)
+                events.add(changed(happened, pages=used) if first else happened)
             path = tmp_path / f"blame-{used + 1}"
             assert json.loads(path.with_suffix(".json").read_text())["status"] == "running"
             for happened in RESTART:

@@ -12,7 +12,9 @@ import pytest
 from raydist.recovery.straggler import Pauses, as_event
 from raydist.reporting.metrics import VALUES, Metrics
 from raydist.reporting.result import Figures
-from raydist.shared.events import Event, Events
+from raydist.shared import kinds
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Slow
 
 
@@ -22,18 +24,16 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         figures = Figures()
         self.warnings: list[str] = []
-        self.metrics = Metrics(
-            "name/1", figures, lambda text: self.events.say("warning", text=text)
-        )
+        self.metrics = Metrics("name/1", figures, lambda text: self.events.warn(text))
         self.events = Events(folder / "events.jsonl", (figures.add, self.metrics, self._note))
-        self.events.say("cluster", address="10.0.0.1:6379", nodes=1, started=False)
+        self.events.add(kinds.Cluster(address="10.0.0.1:6379", nodes=1, started=False))
 
     def _note(self, event: Event) -> None:
-        if event["kind"] == "warning":
-            self.warnings.append(event["text"])
+        if isinstance(event, kinds.Warning):
+            self.warnings.append(event.text)
 
     def report(self, step: int, **values: Any) -> None:
-        self.events.say("report", rank=0, step=step, values=values)
+        self.events.add(kinds.Report(rank=0, step=step, values=values))
 
     def gauges(self, name: str) -> dict[tuple[str, ...], float]:
         """Return the series of this name, by the values of their labels."""
@@ -50,10 +50,8 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 def test_pauses_of_the_collector_end_no_figures(watched: Watched) -> None:
     pauses = Pauses(["n0", "n1"])
-    node_facts = next(
-        facts for second in range(1, 60) if (facts := pauses.note(1, 0.2, float(second)))
-    )
-    watched.events.say("slow", **node_facts)
+    slow = next(found for second in range(1, 60) if (found := pauses.note(1, 0.2, float(second))))
+    watched.events.add(slow)
     watched.report(7, loss=1.0)
     assert watched.warnings == []
     assert watched.gauges("step") == {(): 7}
@@ -61,16 +59,24 @@ def test_pauses_of_the_collector_end_no_figures(watched: Watched) -> None:
 
 
 def test_a_slow_rank_is_slow_until_it_is_not_or_the_run_was_restarted(watched: Watched) -> None:
-    watched.events.say("slow", **as_event([Slow(1, "n1", own=0.3, others=0.1, step=0.4)]))
+    watched.events.add(as_event([Slow(1, "n1", own=0.3, others=0.1, step=0.4)]))
     assert watched.gauges("slow_ratio") == {("1", "n1"): pytest.approx(0.5)}
-    watched.events.say("pace", ranks={0: (9, 0.1, 0.2), 1: (9, 0.15, 0.2), 2: (9, 0.1, 0.2)})
+    watched.events.add(
+        kinds.Pace(ranks={"0": (9, 0.1, 0.2), "1": (9, 0.15, 0.2), "2": (9, 0.1, 0.2)})
+    )
     assert watched.gauges("slow_ratio") == {("1", "n1"): pytest.approx(0.25)}
-    watched.events.say("pace", ranks={0: (9, 0.1, 0.2), 1: (9, 0.1, 0.2), 2: (9, 0.1, 0.2)})
+    watched.events.add(
+        kinds.Pace(ranks={"0": (9, 0.1, 0.2), "1": (9, 0.1, 0.2), "2": (9, 0.1, 0.2)})
+    )
     assert watched.gauges("slow_ratio") == {("1", "n1"): 0}
-    watched.events.say("pace", ranks={0: (9, 0.1, 0.2), 1: (9, 0.2, 0.2), 2: (9, 0.1, 0.2)})
-    watched.events.say("hang", s=7.0, ranks=[1], certain=False, text="x")
-    watched.events.say("failure", cause={"how": "killed"}, text="", reason="", reached=9, others=[])
-    watched.events.say("restart", number=1)
+    watched.events.add(
+        kinds.Pace(ranks={"0": (9, 0.1, 0.2), "1": (9, 0.2, 0.2), "2": (9, 0.1, 0.2)})
+    )
+    watched.events.add(kinds.Hang(s=7.0, ranks=[1], certain=False, text="x"))
+    watched.events.add(
+        kinds.Failure(cause={"how": "killed"}, text="", reason="", reached=9, others=[])
+    )
+    watched.events.add(kinds.Restart(number=1, text=""))
     assert watched.gauges("slow_ratio") == {("1", "n1"): 0}
     assert watched.gauges("hang_seconds") == {(): 0}
 
@@ -86,7 +92,7 @@ def test_names_of_values_are_limited_with_one_warning(watched: Watched) -> None:
 
 def test_ports_of_a_node_are_its_own_counts(watched: Watched) -> None:
     for count in (1000, 9000):
-        watched.events.say("nodes", nodes={"n1": {"ports": {"mlx5_0:1": (count, 2 * count)}}})
+        watched.events.add(kinds.Nodes(nodes={"n1": {"ports": {"mlx5_0:1": (count, 2 * count)}}}))
     assert watched.gauges("port_received_bytes") == {("n1", "mlx5_0:1"): 9000}
     assert watched.gauges("port_sent_bytes") == {("n1", "mlx5_0:1"): 18000}
 
@@ -97,7 +103,7 @@ def test_nothing_sets_gauges_after_the_end_of_a_run(watched: Watched, ends: str)
     watched.report(1, loss=1.0)
     assert watched.metrics._thread.is_alive()
     if ends == "result":
-        watched.events.say("result", status="finished")
+        watched.events.add(kinds.Result(status="finished"))
     else:
         watched.metrics.__exit__()
     assert not watched.metrics._thread.is_alive()

@@ -12,6 +12,7 @@ import pytest
 
 import raydist
 from raydist.reporting.notebook import curves_of, svg
+from raydist.shared import kinds
 from tests.faults import kill, training
 
 
@@ -42,14 +43,8 @@ def test_a_result_shows_its_summary_and_each_curve(tmp_path: Path) -> None:
 
 
 def test_what_is_no_number_is_left_out() -> None:
-    report = {
-        "t": 0.0,
-        "kind": "report",
-        "rank": 0,
-        "step": 1,
-        "values": {"a": float("nan"), "b": 1.0},
-    }
-    assert curves_of([report, {"t": 0.0, "kind": "result"}]) == ({"b": [(1, 1.0)]}, [])
+    report = kinds.Report(rank=0, step=1, values={"a": float("nan"), "b": 1.0})
+    assert curves_of([report, kinds.Result(status="finished")]) == ({"b": [(1, 1.0)]}, [])
     assert "steps 1 to 1" in svg("<b>", [(1, 1.0)])
     assert "<b>" not in svg("<b>", [(1, 1.0)])
 

@@ -10,7 +10,9 @@ import pytest
 from raydist.reporting.console import Console
 from raydist.reporting.output import LONG, Output
 from raydist.settings.config import Watch
-from raydist.shared.events import Events, read_events
+from raydist.shared import kinds
+from raydist.shared.events import Events
+from tests.records import read_events
 
 
 def test_lines_are_whole_however_they_come() -> None:
@@ -63,14 +65,15 @@ def test_the_console_shows_it_and_the_stream_of_events_has_it_not(tmp_path: Path
         with Events(tmp_path / "events.jsonl", (console,)) as events:
             events.show(1, b"hello\nbye")
             events.show(0, b"")
-            events.say(
-                "result",
-                status="finished",
-                dir="there",
-                wall_s=1.0,
-                launch={},
-                metrics={},
-                world_size=2,
+            events.add(
+                kinds.Result(
+                    status="finished",
+                    dir="there",
+                    wall_s=1.0,
+                    launch={},
+                    metrics={},
+                    world_size=2,
+                )
             )
         assert [each["kind"] for each in read_events(tmp_path / "events.jsonl")] == ["result"]
     assert screen.getvalue().splitlines()[:2] == ["[1] hello", "[1] bye"]

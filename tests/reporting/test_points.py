@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from raydist.reporting.points import HELD_S, Points, node_numbers
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
+from tests.records import event
 
 
 def report(
     step: int | None, loss: float, kept: int | None = None, t: float = 0.0, rank: int = 0
 ) -> Event:
-    facts: dict[str, Any] = {"step": step} | ({} if kept is None else {"kept": kept})
-    plain = {name: value for name, value in facts.items() if value is not None}
-    return {"t": t, "kind": "report", "rank": rank, "values": {"loss": loss}, **plain}
+    return kinds.Report(t=t, rank=rank, step=step, kept=kept, values={"loss": loss})
 
 
 def other(kind: str, **facts: Any) -> Event:
-    return {"t": 0.0, "kind": kind, **facts}
+    return event(kind, t=0.0, **facts)
 
 
 RESTART, END = other("restart"), other("result")

@@ -7,20 +7,14 @@ from typing import Any
 import pytest
 
 from raydist.reporting.progress import Progress, duration, number_text, rate_text
-from raydist.shared.events import Event
+from raydist.shared import kinds
 
 
-def report(t: float, step: int | None = None, **values: Any) -> Event:
-    return {
-        "t": t,
-        "kind": "report",
-        "rank": 0,
-        "values": values,
-        **({} if step is None else {"step": step}),
-    }
+def report(t: float, step: int | None = None, **values: Any) -> kinds.Report:
+    return kinds.Report(t=t, rank=0, step=step, values=values)
 
 
-def after(*reports: Event) -> Progress:
+def after(*reports: kinds.Report) -> Progress:
     progress = Progress()
     for one in reports:
         progress.report(one)
@@ -60,7 +54,7 @@ def test_a_report_without_a_step_is_shown_too() -> None:
 
 def test_begin_may_tell_the_end_that_reports_do_not() -> None:
     progress = Progress()
-    progress.begin({"t": 0, "kind": "begin", "rank": 0, "steps": 30, "epochs": 3, "resumed": 10})
+    progress.begin(kinds.Begin(t=0, rank=0, steps=30, epochs=3, resumed=10))
     assert progress.report(report(0, step=11, loss=1.0)) == "first"
     progress.report(report(1, step=12, loss=1.0))
     assert progress.position() == ["step 12/30"]

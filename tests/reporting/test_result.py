@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydist.reporting.result import Result, make_result
+from raydist.shared import kinds
 from raydist.shared.errors import LaunchError, RaydistError, RunFailed, Stopped
-from raydist.shared.events import Event, Events, read_events
+from raydist.shared.events import Events, read_events
+from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End, EndKind
+from tests.records import event
 from tests.reporting.folds import fold_figures
 
 T0 = 1_000_000.0
@@ -24,7 +27,7 @@ T0 = 1_000_000.0
 
 def at(seconds: float, kind: str, **facts: Any) -> Event:
     """Return an event so many seconds after the run began."""
-    return {"t": T0 + seconds, "kind": kind, **facts}
+    return event(kind, t=T0 + seconds, **facts)
 
 
 def report(seconds: float, step: int | None = None, rank: int = 0, **values: Any) -> Event:
@@ -102,7 +105,9 @@ def test_throughput_of_a_loop_that_only_reports_samples_counts_the_difference() 
 
 
 def test_a_fit_that_was_cut_off_is_measured_by_its_reports() -> None:
-    events = [happened for happened in a_run() if happened["kind"] not in ("done", "ended")]
+    events = [
+        happened for happened in a_run() if not isinstance(happened, kinds.Done | kinds.Ended)
+    ]
     figures = fold_figures(events)
     assert figures.step_s == 4.5
     assert figures.throughput == pytest.approx(128)
@@ -299,7 +304,7 @@ def test_the_json_can_be_the_last_event(tmp_path: Path, stream: Path) -> None:
         tmp_path, Attempt(ends=ends("finished")), fold_figures(read_events(stream))
     )
     with Events(stream) as events:
-        events.say("result", **result.to_json())
+        events.add(kinds.Result(**result.to_json()))
     assert json.loads(stream.read_text().splitlines()[-1])["kind"] == "result"
 
 

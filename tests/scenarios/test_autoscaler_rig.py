@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
+from tests.records import read_events
 from tests.rig import Host, hosts, requires_root
 from tests.scenarios.test_elastic_run import JOB, WORDS
 from tests.waiting import wait_until
@@ -112,7 +113,7 @@ def start(host: Host, folder: Path, *words: str) -> subprocess.Popen[str]:
     return host.popen(command, env={"PYTHONPATH": str(ROOT)}, cwd=folder, stdout=log, stderr=log)
 
 
-def events(folder: Path, *kinds: str) -> list[Event]:
+def events(folder: Path, *kinds: str) -> list[EventJson]:
     path = folder / "run" / "events.jsonl"
     return (
         [happened for happened in read_events(path) if happened["kind"] in kinds]

@@ -15,7 +15,6 @@ import torch
 import raydist
 from raydist.network import nccl_log
 from raydist.reporting.result import Result
-from raydist.shared.events import read_events
 from raydist.state.device import CudaDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import blank_page
@@ -23,6 +22,7 @@ from raydist.tools import bandwidth, doctor
 from tests import faults
 from tests.faults import Fault, kill
 from tests.programs import Program
+from tests.records import read_events
 
 GPUS = torch.cuda.device_count()
 WORDS = ("backend=nccl", f"scale=1x{max(GPUS, 1)}", "group=inline")

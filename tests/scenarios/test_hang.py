@@ -17,9 +17,10 @@ from raydist.recovery import hang_verdict, pace
 from raydist.recovery.hang_verdict import RankState
 from raydist.settings import compose
 from raydist.shared.errors import RunFailed
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import alive
+from tests.records import read_events
 
 pytestmark = pytest.mark.ray
 WORDS = ("scale=1x3", "watch.progress=none", "hang.after_s=1", "restart=none")
@@ -57,7 +58,7 @@ def train(fault: Callable[[], None], at: int = 60, steps: int = 1_000_000) -> in
     return steps
 
 
-def hangs(folder: Path) -> list[Event]:
+def hangs(folder: Path) -> list[EventJson]:
     return [
         happened for happened in read_events(folder / "events.jsonl") if happened["kind"] == "hang"
     ]

@@ -13,9 +13,9 @@ import pytest
 
 import raydist
 from raydist.shared.errors import ConfigError, RunFailed
-from raydist.shared.events import read_events
 from tests.horovod_ranks import requires_horovod
 from tests.programs import Program
+from tests.records import read_events
 
 pytestmark = requires_horovod
 WORDS = ("backend=horovod", "group=inline", "watch.progress=none")

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import idle_servers
+from tests.records import read_events
 from tests.rig import QUICK_DEATH, Host, Rig, hosts, requires_root
 from tests.scenarios.test_restart_run import WORDS
 from tests.waiting import wait_until
@@ -72,7 +73,7 @@ def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
     return rig.hosts[0].popen(command, env=env, cwd=folder, stdout=log, stderr=log)
 
 
-def events(folder: Path, kind: str) -> list[Event]:
+def events(folder: Path, kind: str) -> list[EventJson]:
     path = folder / "run" / "events.jsonl"
     return (
         [happened for happened in read_events(path) if happened["kind"] == kind]

@@ -17,7 +17,7 @@ import torch
 import raydist
 from raydist.reporting.result import Result
 from raydist.shared.errors import RunFailed
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
 from raydist.state import checkpoint_files
 from raydist.worker import checkpoint
 from tests import faults
@@ -25,6 +25,7 @@ from tests.faults import Fault, kill
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import alive, remaining_placement_groups
 from tests.programs import Program
+from tests.records import read_events
 
 pytestmark = pytest.mark.ray
 WORDS = (
@@ -50,7 +51,7 @@ def unbroken(backend: str, *words: str) -> tuple[Any, list[float]]:
     return done.values, losses(done)
 
 
-def events(done: Result[Any], kind: str) -> list[Event]:
+def events(done: Result[Any], kind: str) -> list[EventJson]:
     return [
         happened for happened in read_events(done.dir / "events.jsonl") if happened["kind"] == kind
     ]

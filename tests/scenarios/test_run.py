@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 import raydist
+from raydist import events
 from raydist.recovery import deadlines
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
-from raydist.shared.events import read_events
 from raydist.worker import context
+from tests.records import read_events
 
 pytestmark = pytest.mark.ray
 QUIET = "watch.progress=none"
@@ -49,15 +50,15 @@ def test_a_caller_gets_each_event_and_a_result_to_print(on_ray: Path, group: str
         for step in range(3):
             raydist.report(step=step, samples=8, loss=1.5)
 
-    seen: list[dict[str, Any]] = []
+    seen: list[events.Event] = []
     done = raydist.run(job, "scale=1x2", group, QUIET, on_event=seen.append)
     written = [*read_events(done.dir / "events.jsonl")]
-    assert [event for event in seen if event["kind"] != "output"] == written
-    assert [
-        event["values"]["loss"]
-        for event in seen
-        if event["kind"] == "report" and event["rank"] == 0
-    ] == [1.5] * 3
+    shown = [each for each in seen if not isinstance(each, events.Output)]
+    assert [each.to_json() for each in shown] == written
+    losses = [
+        each.values["loss"] for each in seen if isinstance(each, events.Report) and not each.rank
+    ]
+    assert losses == [1.5] * 3
     lines = str(done).splitlines()
     assert lines[0] == f"finished in {done.wall_s:.1f} s"
     assert lines[1].split() == ["loss", "1.5"]
@@ -66,8 +67,8 @@ def test_a_caller_gets_each_event_and_a_result_to_print(on_ray: Path, group: str
 
 
 def test_a_callback_that_raises_does_not_end_the_run(on_ray: Path) -> None:
-    def fail(event: dict[str, Any]) -> None:
-        raise ValueError(f"no {event['kind']}")
+    def fail(event: events.Event) -> None:
+        raise ValueError(f"no {event.kind}")
 
     done = raydist.run(lambda: 1, "scale=1x2", QUIET, on_event=fail)
     assert done.values == (1, 1)

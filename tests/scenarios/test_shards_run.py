@@ -14,13 +14,13 @@ import pytest
 
 import raydist
 from raydist.reporting.result import Result
-from raydist.shared.events import read_events
 from raydist.state import checkpoint_files
 from raydist.worker import context
 from tests import faults
 from tests.faults import Fault, kill
 from tests.leftovers import alive
 from tests.programs import Program
+from tests.records import read_events
 
 WORDS = ("watch.progress=none", "train.epochs=3", "data.batch_size=8", "optim=adamw", "snapshot.every=1", "seed=5",
          "parallel=fsdp", "scale=1x3", "group=inline", "checkpoint.every=8", "data.global_batch=24")  # fmt: skip

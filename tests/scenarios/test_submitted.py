@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 import raydist
-from raydist.shared.events import read_events
+from raydist import events
+from tests.conftest import ROOT
+from tests.records import read_events
 
 pytestmark = pytest.mark.ray
 QUIET = "watch.progress=none"
@@ -33,7 +36,7 @@ def report_until(file: str, most: int = 100_000) -> int:
 
 def raise_at_first_report(run: raydist.Run[int]) -> None:
     for event in run.events():
-        if event["kind"] == "report":
+        if isinstance(event, events.Report):
             raise KeyError
 
 
@@ -46,8 +49,8 @@ def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
     run = raydist.submit(report_until, f"scale=1x{ranks}", group, args=(str(go),))
     kinds = []
     for event in run.events():
-        kinds.append(event["kind"])
-        if event["kind"] == "report" and not go.exists():
+        kinds.append(event.kind)
+        if isinstance(event, events.Report) and not go.exists():
             assert not run.done()
             with pytest.raises(TimeoutError, match=r"is not over after 0\.01 s"):
                 run.result(timeout=0.01)
@@ -65,7 +68,7 @@ def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
 def test_a_run_is_stopped_in_order_and_raises_stopped(on_ray: Path, group: str) -> None:
     run = raydist.submit(report_until, "scale=1x2", group, args=(str(on_ray / "never"),))
     for event in run.events():
-        if event["kind"] == "report":
+        if isinstance(event, events.Report):
             run.stop()
     with pytest.raises(raydist.Stopped, match="SIGTERM"):
         run.result()
@@ -100,6 +103,7 @@ def test_a_block_waits_for_its_run_and_stops_it_if_it_raises(on_ray: Path) -> No
 PROGRAM = """
 import functools, pathlib, sys, time
 import raydist
+from raydist import events
 
 def wait_for(file, mine):
     pathlib.Path(mine).touch()
@@ -136,3 +140,12 @@ def test_a_partial_has_the_name_of_its_function(on_ray: Path) -> None:
     done = raydist.run(functools.partial(report_until, str(on_ray)), "scale=1x1", QUIET)
     assert done.values == (0,)
     assert done.dir.parent.name == "report_until"
+
+
+def test_the_example_of_the_page_runs_and_prints_its_reports(on_ray: Path) -> None:
+    section = (ROOT / "docs/jobs.md").read_text().partition("## From Python\n")[2]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    Path("example.py").write_text("\n".join(blocks[:2]))
+    command = [sys.executable, "example.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "1 {'total': 8.0}" in ended.stdout.splitlines()

@@ -16,10 +16,11 @@ import pytest
 import raydist
 from bench import gangs
 from raydist.shared.errors import ConfigError, RunFailed
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
 from raydist.sweeps.flow import SweepResult
 from tests.faults import Fault, kill, training
 from tests.programs import Program
+from tests.records import read_events
 from tests.scenarios.test_restart_run import small_disk  # noqa: F401
 
 with suppress(ImportError):
@@ -48,7 +49,7 @@ def job(config):
 """
 
 
-def events(folder: Path, *kinds: str) -> list[Event]:
+def events(folder: Path, *kinds: str) -> list[EventJson]:
     return [each for each in read_events(folder / "events.jsonl") if each["kind"] in kinds]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raydist.shared.events import Event, read_events
+from raydist.shared.kinds import EventJson
+from tests.records import read_events
 from tests.rig import QUICK_DEATH, hosts, requires_root
 from tests.waiting import wait_until
 
@@ -38,7 +39,7 @@ def test_a_lost_node_costs_its_trial_a_restart_and_one_that_comes_is_used(tmp_pa
     (tmp_path / "slow.py").write_text(PROGRAM)
     sweep = tmp_path / "sweep"
 
-    def events(trial: int, kind: str) -> list[Event]:
+    def events(trial: int, kind: str) -> list[EventJson]:
         path = sweep / str(trial) / "events.jsonl"
         return [each for each in read_events(path) if each["kind"] == kind] if path.exists() else []
 

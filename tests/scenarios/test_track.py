@@ -26,14 +26,15 @@ import pytest
 
 import raydist
 from raydist.reporting.result import Result
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RunFailed
-from raydist.shared.events import read_events
 from raydist.watch import track
 from raydist.worker import context
 from tests import trackers
 from tests.faults import Fault, training
 from tests.leftovers import processes_of
 from tests.programs import Program
+from tests.records import read_events
 from tests.waiting import wait_until
 
 ALL = "track=[tensorboard,mlflow,wandb,trackio]"
@@ -235,7 +236,7 @@ def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
         for step in np.arange(1, 4):
             raydist.report(step=step, loss=1.0 / step)
             if step == 2:
-                context.emit_event("report", step="two", values={"loss": 9.0})
+                context.emit_event(kinds.Report(rank=0, step="two", values={"loss": 9.0}))  # type: ignore[arg-type]
 
     words = (
         "scale=1x1",

@@ -18,9 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from raydist.shared.events import Event, Events, event, read_events
+from raydist.shared import kinds
+from raydist.shared.events import Events
+from raydist.shared.kinds import EventJson
 from tests.browser import Browser, needs_chromium
 from tests.programs import Program
+from tests.records import event, read_events
 
 STEPS = """
 import time
@@ -198,9 +201,9 @@ def large_run(folder: Path, ranks: int = 16, steps: int = 100_000) -> Path:
         for rank in range(ranks)
     ]
 
-    def lines() -> Iterator[Event]:
-        yield event("run", name="large", dir=str(folder), target="x", pages=0)
-        yield event("plan", backend="nccl", world_size=ranks, slots=slots)
+    def lines() -> Iterator[EventJson]:
+        yield event("run", name="large", dir=str(folder), target="x", pages=0).to_json()
+        yield event("plan", backend="nccl", world_size=ranks, slots=slots).to_json()
         for step in range(1, steps + 1):
             values = {
                 "loss": 5 / step**0.5,
@@ -239,7 +242,7 @@ def test_a_hundred_thousand_steps_of_sixteen_ranks(tmp_path: Path) -> None:
     run, other = large_run(tmp_path / "runs/large/one"), tmp_path / "runs/large/two"
     with Events(other / "events.jsonl") as events:
         for step in range(1, 50):
-            events.say("report", rank=0, step=step * 1000, values={"loss": 1.0})
+            events.add(kinds.Report(rank=0, step=step * 1000, values={"loss": 1.0}))
     with watching(tmp_path, str(run)) as link, Browser() as browser:
         browser.open(link)
         browser.wait_until("raydist?.curves?.loss?.steps.at(-1) == 100000")
@@ -301,11 +304,12 @@ def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
         )
         for step in (201, 202):  # the second rank in the table becomes the first, then the last
             own = {"2": 0.09 if step == 201 else 0.01}
-            events.say(
-                "pace",
-                ranks={str(rank): (step, own.get(str(rank), 0.05), 0.1) for rank in range(4)},
+            events.add(
+                kinds.Pace(
+                    ranks={str(rank): (step, own.get(str(rank), 0.05), 0.1) for rank in range(4)},
+                )
             )
-            events.say("report", rank=0, step=step, values={"loss": 1.0, "constructor": 1.0})
+            events.add(kinds.Report(rank=0, step=step, values={"loss": 1.0, "constructor": 1.0}))
             browser.wait_until(f"window.held.closest('tr').cells[3].innerText == '{step}'")
             assert browser.value(
                 "document.activeElement === window.held && document.contains(window.held)"
@@ -313,7 +317,7 @@ def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
             assert browser.value(f"window.held.closest('tr').rowIndex == {1 if step == 201 else 4}")
         browser.wait_until("document.querySelector('[data-name=constructor]')")
         before = browser.value("window.changes")
-        events.say("report", rank=0, step=203, values={"loss": 1.0})
+        events.add(kinds.Report(rank=0, step=203, values={"loss": 1.0}))
         browser.wait_until(f"{LOSS}.at(-1) == 203")
         assert browser.value("window.changes") == before
         assert status_of(f"{link}log?rank=nan")[0] == status_of(f"{link}curves?from=inf")[0] == 400

@@ -13,46 +13,53 @@ from types import SimpleNamespace
 import pytest
 
 from raydist.shared import events as events_file
-from raydist.shared.events import Event, Events, event, read_events
+from raydist.shared import kinds
+from raydist.shared.events import Events, read_kind
+from raydist.shared.events import read_events as read_typed
+from raydist.shared.kinds import Event
+from tests.records import event, read_events
 
 
 def test_every_event_has_a_time_and_a_kind() -> None:
     happened = event("phase", name="connect", s=0.5)
-    assert happened["kind"] == "phase"
-    assert happened["t"] > 1.7e9
+    assert happened.kind == "phase"
+    assert happened.t > 1.7e9
 
 
 def test_events_are_appended_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     with Events(path) as events:
-        events.say("run", name="digits")
+        events.add(kinds.Run(name="digits", dir="runs/x"))
     with Events(path) as events:
-        events.say("result", status="finished")
+        events.add(kinds.Result(status="finished"))
     assert [happened["kind"] for happened in read_events(path)] == ["run", "result"]
 
 
 def test_readers_see_events_as_they_come(tmp_path: Path) -> None:
     seen: list[Event] = []
     with Events(tmp_path / "e", (seen.append,)) as events:
-        events.say("wait", text="for a node")
-        assert seen[-1]["text"] == "for a node"
-        events.say("work", ranks={1: (0.1, 0.2)}, path=tmp_path)
-    assert seen == [*read_events(tmp_path / "e")]
+        events.add(kinds.Wait(t=1.0, text="for a node"))
+        assert seen == [kinds.Wait(t=1.0, text="for a node")]
+        events.add(kinds.Work(ranks={"1": (0.1, 0.2)}))
+        events.add(kinds.Report(rank=0, values={"where": tmp_path}))
+    assert [each.to_json() for each in seen] == [*read_events(tmp_path / "e")]
 
 
 def test_a_reader_that_raises_is_named_once_and_gets_the_next_events(tmp_path: Path) -> None:
     seen: list[Event] = []
 
     def bad(happened: Event) -> None:
-        read.append(happened["kind"])
+        read.append(happened.kind)
         raise KeyError("oops")
 
     read: list[str] = []
     with Events(tmp_path / "e", (bad, seen.append)) as events:
-        events.say("one")
-        events.say("two")
-    assert [happened["kind"] for happened in seen] == ["warning", "one", "two"]
-    assert all(word in seen[0]["text"] for word in ("bad", "`one`", "KeyError"))
+        events.add(event("one"))
+        events.add(event("two"))
+    warning, *others = seen
+    assert isinstance(warning, kinds.Warning)
+    assert [happened.kind for happened in others] == ["one", "two"]
+    assert all(word in warning.text for word in ("bad", "`one`", "KeyError"))
     assert read == ["one", "warning", "two"]
 
 
@@ -63,9 +70,9 @@ def test_events_of_several_threads_are_lines_of_their_own(tmp_path: Path) -> Non
 
         def add(kind: str) -> None:
             for _ in range(500):
-                events.say(kind, text="x" * 999)
+                events.add(event(kind, text="x" * 999))
 
-        threads = [threading.Thread(target=add, args=(kind,)) for kind in ("report", "hang")]
+        threads = [threading.Thread(target=add, args=(kind,)) for kind in ("wait", "hang")]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -75,21 +82,21 @@ def test_events_of_several_threads_are_lines_of_their_own(tmp_path: Path) -> Non
 
 def test_a_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "e"
-    path.write_text(json.dumps(event("one")) + "\n" + '{"t": 1, "kind": "tw')
-    assert [happened["kind"] for happened in read_events(path)] == ["one"]
+    path.write_text(json.dumps(event("one").to_json()) + "\n" + '{"t": 1, "kind": "tw')
+    assert [happened.kind for happened in read_typed(path)] == ["one"]
 
 
 def test_a_run_in_the_folder_of_one_that_was_cut_off_loses_none_of_its_events(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "e"
-    path.write_text(json.dumps(event("one")) + "\n" + '{"t": 1, "kind": "report", "val')
+    path.write_text(json.dumps(event("one").to_json()) + "\n" + '{"t": 1, "kind": "report", "val')
     with Events(path) as events:
-        events.say("run", name="second")
-        events.say("report", rank=0, step=1, values={})
-        assert [happened["kind"] for happened in events.all()] == ["one", "run", "report"]
-    assert [happened["kind"] for happened in read_events(path)] == ["one", "run", "report"]
-    assert [happened["step"] for happened in read_events(path, kind="report")] == [1]
+        events.add(kinds.Run(name="second", dir="runs/x"))
+        events.add(kinds.Report(rank=0, step=1, values={}))
+        assert [happened.step for happened in events.all(kinds.Report)] == [1]
+    assert [happened.kind for happened in read_typed(path)] == ["one", "run", "report"]
+    assert [happened.step for happened in read_kind(kinds.Report, path)] == [1]
 
 
 def test_a_damaged_line_hides_no_other(tmp_path: Path) -> None:
@@ -97,29 +104,29 @@ def test_a_damaged_line_hides_no_other(tmp_path: Path) -> None:
     event."""
     path = tmp_path / "e"
     one, two = (
-        json.dumps(event("report", step=1)).encode(),
-        json.dumps(event("report", step=2)).encode(),
+        json.dumps(event("report", step=1).to_json()).encode(),
+        json.dumps(event("report", step=2).to_json()).encode(),
     )
     torn = b'{"t": 1, "kind": "report", "va'
     path.write_bytes(b"\n".join([one, torn + one, b"\xff\x00", b"[1]", b"{}", b"", two, b""]))
-    assert [happened["step"] for happened in read_events(path)] == [1, 2]
-    assert [happened["step"] for happened in read_events(path, kind="report")] == [1, 2]
+    assert [vars(happened)["step"] for happened in read_typed(path)] == [1, 2]
+    assert [happened.step for happened in read_kind(kinds.Report, path)] == [1, 2]
 
 
 def test_what_was_said_outlives_a_killed_driver(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, pathlib; from raydist.shared.events import Events\n"
-        "events = Events(pathlib.Path(sys.argv[1])); events.say('one'); os.kill(os.getpid(), "
+        "events = Events(pathlib.Path(sys.argv[1])); events.warn('one'); os.kill(os.getpid(), "
         "signal.SIGKILL)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "e")], env=dict(os.environ))
     assert ended.returncode == -signal.SIGKILL
-    assert [happened["kind"] for happened in read_events(tmp_path / "e")] == ["one"]
+    assert [happened["text"] for happened in read_events(tmp_path / "e")] == ["one"]
 
 
 def test_values_that_json_does_not_know_become_text(tmp_path: Path) -> None:
     with Events(tmp_path / "e") as events:
-        events.say("report", values={"where": Path("/x")})
+        events.add(kinds.Report(rank=0, values={"where": Path("/x")}))
     assert next(read_events(tmp_path / "e"))["values"] == {"where": "/x"}
 
 
@@ -143,10 +150,10 @@ def test_a_run_of_a_week_leaves_a_file_of_bounded_size_and_readers_get_all(
     events, live, clock = simulated(monkeypatch, tmp_path)
     for step in range(10_000):
         clock[0] += 0.05
-        events.say("report", rank=0, step=step, values={"loss": 1.0})
-        events.say("report", rank=1 + step % 63, step=step, values={"loss": 1.0})
+        events.add(kinds.Report(rank=0, step=step, values={"loss": 1.0}))
+        events.add(kinds.Report(rank=1 + step % 63, step=step, values={"loss": 1.0}))
     clock[0] += 1e6  # a pause does not save up for more than at the beginning
-    events.say("report", rank=0, step=10_000, values={"loss": 1.0})
+    events.add(kinds.Report(rank=0, step=10_000, values={"loss": 1.0}))
     size = events.path.stat().st_size
     assert size < 200_000 + 500 * 500 + 20_000 + 50 * 500 + 1000
     assert len(live) == 20_001
@@ -176,10 +183,10 @@ def test_the_newest_report_is_in_the_file_before_any_other_event(
     monkeypatch.setattr(events_file, "RANK_0", (100, 0.0))
     events, _, _ = simulated(monkeypatch, tmp_path)
     for step in range(10):
-        events.say("report", rank=0, step=step, values={"loss": 1.0})
-    events.say("saved", rank=0, step=9, path="x", s=0.1)
-    reports = [(event["kind"], event["step"]) for event in events.all()]
-    assert reports == [("report", 0), ("report", 9), ("saved", 9)]
-    assert [event["step"] for event in events.all("saved")] == [9]
-    assert [*events.all("restart")] == []
+        events.add(kinds.Report(rank=0, step=step, values={"loss": 1.0}))
+    events.add(kinds.Saved(rank=0, step=9, path="x", s=0.1))
+    written = [(each["kind"], each["step"]) for each in read_events(events.path)]
+    assert written == [("report", 0), ("report", 9), ("saved", 9)]
+    assert [saved.step for saved in events.all(kinds.Saved)] == [9]
+    assert [*events.all(kinds.Restart)] == []
     events.__exit__()

@@ -24,25 +24,27 @@ import torch
 from raydist.launch import run_storage
 from raydist.reporting.result import Result
 from raydist.settings.config import Checkpoint, Job
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError
-from raydist.shared.events import Event, Events
+from raydist.shared.events import Events
 from raydist.state import checkpoint_files, object_store, run_checkpoints, write
 from raydist.worker import checkpoint, context
+from tests.records import Seen
 
 
 @pytest.fixture
-def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """This process as the only rank of a run in tmp_path/run; what it tells."""
     monkeypatch.delenv("RAYDIST_RESUME", raising=False)
-    events: list[Event] = []
+    events = Seen()
     stand(tmp_path / "run", events)
     yield events
     context.enter(None)
 
 
-def stand(run_dir: Path, events: list[Event], rank: int = 0) -> None:
+def stand(run_dir: Path, events: Seen, rank: int = 0) -> None:
     me = context.Rank(rank=rank, world_size=2, run_dir=run_dir)
-    context.enter(context.Context(rank=me, emit=events.append, beat=lambda step, phase: None))
+    context.enter(context.Context(rank=me, emit=events, beat=lambda step, phase: None))
 
 
 def put(step: int, metrics: dict[str, float] | None = None, **settings: Any) -> Path:
@@ -101,7 +103,7 @@ DAMAGES = {
 }
 
 
-def test_what_is_saved_comes_back(events: list[Event], tmp_path: Path) -> None:
+def test_what_is_saved_comes_back(events: Seen, tmp_path: Path) -> None:
     state = {
         "tensor": torch.arange(5.0),
         "half": torch.ones(2, dtype=torch.bfloat16),
@@ -126,7 +128,7 @@ def test_what_is_saved_comes_back(events: list[Event], tmp_path: Path) -> None:
 
 
 def test_what_rank_0_reported_is_recalled(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context.report(step=1, loss=2.0, beta=0.5)
     context.report(step=2, loss=torch.tensor(1.0), odd=[1])
@@ -148,11 +150,11 @@ def test_what_rank_0_reported_is_recalled(
     assert len(events) == 1
 
 
-def test_nothing_to_go_on_from(events: list[Event]) -> None:
+def test_nothing_to_go_on_from(events: Seen) -> None:
     assert checkpoint.latest() is None
 
 
-def test_only_rank_0_writes(events: list[Event], tmp_path: Path) -> None:
+def test_only_rank_0_writes(events: Seen, tmp_path: Path) -> None:
     stand(tmp_path / "run", events, rank=1)
     assert checkpoint.save(1, {"a": 1}) is None
     assert not (tmp_path / "run").exists()
@@ -160,7 +162,7 @@ def test_only_rank_0_writes(events: list[Event], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", DAMAGES, ids=lambda harm: harm.__name__)
-def test_a_damaged_newest_is_passed_over_with_a_warning(events: list[Event], harm: Any) -> None:
+def test_a_damaged_newest_is_passed_over_with_a_warning(events: Seen, harm: Any) -> None:
     put(1)
     harm(put(2))
     latest = checkpoint.latest()
@@ -171,7 +173,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(events: list[Event], har
     assert DAMAGES[harm] in warning["text"]
 
 
-def test_keep_and_best(events: list[Event], tmp_path: Path) -> None:
+def test_keep_and_best(events: Seen, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6), (5, float("nan"))):
         put(step, {"accuracy": accuracy}, keep=2, best="max:accuracy")
@@ -185,22 +187,20 @@ def test_keep_and_best(events: list[Event], tmp_path: Path) -> None:
     assert names(folder) == ["step-00000008"]
 
 
-def test_steps_are_ordered_as_numbers(events: list[Event], tmp_path: Path) -> None:
+def test_steps_are_ordered_as_numbers(events: Seen, tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
         put(step, keep=1)
     assert names(tmp_path / "run" / "checkpoints") == ["step-100000000"]
 
 
-def test_settings_of_the_run_count_in_a_loop_of_ones_own(
-    events: list[Event], tmp_path: Path
-) -> None:
+def test_settings_of_the_run_count_in_a_loop_of_ones_own(events: Seen, tmp_path: Path) -> None:
     context.current().checkpoint = Checkpoint(keep=1)
     for step in (1, 2):
         checkpoint.save(step, {"a": step})
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
 
 
-def test_the_same_step_again_replaces_it(events: list[Event], tmp_path: Path) -> None:
+def test_the_same_step_again_replaces_it(events: Seen, tmp_path: Path) -> None:
     for value in (1, 2):
         checkpoint.save(5, {"value": value})
     latest = checkpoint.latest()
@@ -210,7 +210,7 @@ def test_the_same_step_again_replaces_it(events: list[Event], tmp_path: Path) ->
 
 
 def test_what_killed_writers_left_is_swept_up_and_nothing_else(
-    events: list[Event], tmp_path: Path
+    events: Seen, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     ended = subprocess.Popen(["true"])
@@ -254,7 +254,7 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(
     ],
 )
 def test_what_could_not_be_loaded_is_not_saved(
-    events: list[Event], tmp_path: Path, state: dict[str, Any], where: str
+    events: Seen, tmp_path: Path, state: dict[str, Any], where: str
 ) -> None:
     with pytest.raises(TypeError) as caught:
         checkpoint.save(1, state)
@@ -273,7 +273,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("plain_pickle", [True, False])
-def test_loading_runs_no_code(events: list[Event], tmp_path: Path, plain_pickle: bool) -> None:
+def test_loading_runs_no_code(events: Seen, tmp_path: Path, plain_pickle: bool) -> None:
     path = put(1)
     if plain_pickle:
         (path / "state.pt").write_bytes(pickle.dumps({"a": Bomb(tmp_path / "boom")}, protocol=2))
@@ -288,7 +288,7 @@ def test_loading_runs_no_code(events: list[Event], tmp_path: Path, plain_pickle:
 
 
 def test_what_resume_named_comes_first(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = put(1)
     put(2)
@@ -300,7 +300,7 @@ def test_what_resume_named_comes_first(
     assert checkpoint.latest() is None
 
 
-def test_find(events: list[Event], tmp_path: Path) -> None:
+def test_find(events: Seen, tmp_path: Path) -> None:
     for run, steps in (("2026-01-01", (5,)), ("2026-01-03", (2, 4)), ("2026-01-04", ())):
         stand(tmp_path / run, events)
         for step in steps:
@@ -327,7 +327,7 @@ def test_find(events: list[Event], tmp_path: Path) -> None:
 
 
 def test_auto_begins_anew_after_a_finished_run_unless_a_later_training_was_killed(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, warnings = tmp_path / "run", list[str]()
     saved = put(5)
@@ -348,14 +348,14 @@ def test_auto_begins_anew_after_a_finished_run_unless_a_later_training_was_kille
 
 
 def test_a_relative_path_is_from_where_one_stands(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = put(1)
     monkeypatch.chdir(tmp_path)
     assert run_checkpoints.find_resume("run", tmp_path / "new") == path
 
 
-def test_a_path_without_a_checkpoint_is_refused(events: list[Event], tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(events: Seen, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"resume=/no/where: no complete checkpoint is there \(there is no such folder\)",
@@ -387,7 +387,7 @@ def test_finding_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", source], check=True)
 
 
-def test_meta_is_for_a_person_too(events: list[Event]) -> None:
+def test_meta_is_for_a_person_too(events: Seen) -> None:
     meta = json.loads((put(3, {"loss": 0.25}) / "meta.json").read_text())
     assert (meta["step"], meta["world_size"], meta["metrics"]) == (3, 2, {"loss": 0.25})
     assert set(meta["files"]) == {"state.pt"}
@@ -504,17 +504,19 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
     job = Job(dir=str(tmp_path))
     with Events(tmp_path / "events.jsonl") as stream:
         run_storage.RunCheckpoints(job).report_saved(stream)
-        assert list(stream.all()) == []
+        assert list(stream.all(kinds.Saved)) == []
         for step in (8, 16):
             request = write.SaveRequest(
                 step, {"a": torch.ones(1)}, {}, 1, f"{tmp_path}/checkpoints", str(tmp_path), 3, None
             )
             write.write(request)
-        stream.say("saved", rank=0, step=8, path="…", s=0.1)
+        stream.add(kinds.Saved(rank=0, step=8, path="…", s=0.1))
         for _ in range(2):
             run_storage.RunCheckpoints(job).report_saved(stream)
-        assert [event["step"] for event in stream.all()] == [8, 16]
-        assert [*stream.all()][-1]["path"] == str(tmp_path / "checkpoints" / "step-00000016")
+        assert [saved.step for saved in stream.all(kinds.Saved)] == [8, 16]
+        assert [*stream.all(kinds.Saved)][-1].path == str(
+            tmp_path / "checkpoints" / "step-00000016"
+        )
 
 
 def paths_given_to(
@@ -532,7 +534,7 @@ def paths_given_to(
 
 
 def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
-    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, events: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = paths_given_to(object_store, "checksum_of", monkeypatch)
     monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
@@ -550,7 +552,7 @@ def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
 
 
 def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
-    tmp_path: Path, events: list[Event], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, events: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver read and hashed all of the newest one before each restart, even where memory had a
     newer state."""

@@ -19,7 +19,6 @@ from raydist.launch import run_storage
 from raydist.settings.config import Checkpoint, Job
 from raydist.settings.run_folder import run_folder
 from raydist.shared.errors import ConfigError, RaydistError
-from raydist.shared.events import Event
 from raydist.state import checkpoint_files, object_store, write
 from raydist.state.distributed_checkpoint import (
     RankPart,
@@ -32,6 +31,7 @@ from raydist.state.distributed_checkpoint import (
 from raydist.state.object_store import Remote, environment, parse_path
 from raydist.worker import checkpoint, context
 from tests.programs import Program
+from tests.records import Seen
 from tests.stores import SECRET, Store, store
 
 RUN = "s3://bucket/runs/digits/now"
@@ -44,16 +44,16 @@ def s3() -> Iterator[Store]:
 
 
 @pytest.fixture
-def events(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+def events(s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """This process as the only rank of a run whose checkpoints go to the bucket; what it tells."""
     for name, value in s3.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAYDIST_RESUME", raising=False)
     monkeypatch.setenv("RAYDIST_CHECKPOINTS", f"{RUN}/checkpoints")
     monkeypatch.setattr(checkpoint_files, "PAUSES_S", (0.0,))
-    events: list[Event] = []
+    events = Seen()
     me = context.Rank(run_dir=tmp_path / "run")
-    context.enter(context.Context(rank=me, emit=events.append, beat=lambda step, phase: None))
+    context.enter(context.Context(rank=me, emit=events, beat=lambda step, phase: None))
     yield events
     context.enter(None)
     with environment(s3.env):
@@ -73,7 +73,7 @@ def there() -> list[str]:
     return sorted({file.split("/")[0] for file in (Remote(RUN) / "checkpoints").sizes()})
 
 
-def test_what_is_saved_comes_back(events: list[Event]) -> None:
+def test_what_is_saved_comes_back(events: Seen) -> None:
     path = put(7, {"accuracy": 0.5})
     assert str(path) == f"{RUN}/checkpoints/step-00000007"
     latest = checkpoint.latest()
@@ -83,14 +83,14 @@ def test_what_is_saved_comes_back(events: list[Event]) -> None:
     assert [event["kind"] for event in events] == ["saved"]
 
 
-def test_the_newest_and_the_best_are_kept(events: list[Event]) -> None:
+def test_the_newest_and_the_best_are_kept(events: Seen) -> None:
     for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6)):
         put(step, {"accuracy": accuracy}, keep=2, best="max:accuracy")
     assert there() == ["step-00000002", "step-00000003", "step-00000004"]
 
 
 def test_without_its_last_file_it_is_not_there(
-    events: list[Event], monkeypatch: pytest.MonkeyPatch
+    events: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(1)
     half = put(2)
@@ -112,7 +112,7 @@ def test_without_its_last_file_it_is_not_there(
     assert there() == ["step-00000001", "step-00000003", "step-00000004"]  # a killed writer left it
 
 
-def test_an_upload_that_breaks_off_leaves_no_file(events: list[Event]) -> None:
+def test_an_upload_that_breaks_off_leaves_no_file(events: Seen) -> None:
     file = Remote(f"{RUN}/checkpoints/step-00000005/state.pt")
     with contextlib.suppress(KeyError), file.writing() as opened:
         opened.write(b"half of it")
@@ -121,7 +121,7 @@ def test_an_upload_that_breaks_off_leaves_no_file(events: list[Event]) -> None:
 
 
 def test_a_checkpoint_that_is_written_again_is_never_half_there(
-    events: list[Event], monkeypatch: pytest.MonkeyPatch
+    events: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = put(5).parent
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_is_written_again_is_never_half_there(
     assert checkpoint_files.newest(folder) is None
 
 
-def test_another_size_is_passed_over_and_other_bytes_are_refused(events: list[Event]) -> None:
+def test_another_size_is_passed_over_and_other_bytes_are_refused(events: Seen) -> None:
     put(1)
     (put(2) / "state.pt").write_text("short")
     latest = checkpoint.latest()
@@ -151,7 +151,7 @@ def test_another_size_is_passed_over_and_other_bytes_are_refused(events: list[Ev
         _ = latest.state
 
 
-def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
+def test_nothing_is_unpickled(events: Seen, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
             return (Path.touch, (tmp_path / "ran",))
@@ -172,7 +172,7 @@ def test_nothing_is_unpickled(events: list[Event], tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_node_fetch_it_once(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of the size of the model stayed in TMPDIR for the whole run."""
     monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
@@ -197,7 +197,7 @@ def test_the_ranks_of_a_node_fetch_it_once(
 
 
 def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's share of the checkpoint stayed in TMPDIR until the run ended: it waited for the
     other ranks."""
@@ -219,7 +219,7 @@ def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
 
 
 def test_a_state_is_not_lost_when_nobody_answers(
-    s3: Store, events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: Store, events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(1)
     with socket.socket() as nobody:
@@ -242,7 +242,7 @@ def test_a_state_is_not_lost_when_nobody_answers(
 
 
 def test_a_restart_goes_on_without_the_store(
-    events: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(3)
     job, seen = (

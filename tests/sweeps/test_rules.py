@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from raydist.settings.config import Job, Sweep, Watch
+from raydist.shared import kinds
 from raydist.shared.errors import Stopped
 from raydist.sweeps import room
 from raydist.sweeps.conduct import Conductor, Over, Reached
@@ -22,6 +23,7 @@ from raydist.sweeps.folder import Folder, read_trials
 from raydist.sweeps.rules import Prune, next_trial, verdict
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
+from tests.records import event
 
 CURVES: list[list[float]] = json.loads(Path(__file__).with_name("curves.json").read_text())
 """64 trainings of a linear model on digits, with random learning rates: the test loss after each of
@@ -83,7 +85,7 @@ class Unrun(Conductor):
     ended."""
 
     def _run(self, trial: Trial, job: Job) -> None:
-        self._live[trial.number].watched.add({"kind": "plan"})
+        self._live[trial.number].watched.add(event("plan"))
 
 
 class AnySpace:
@@ -126,7 +128,7 @@ def ours(workers: int, path: Path) -> dict[int, int]:
         time, number, rung = now.pop(0)
         live = conductor._live[number]
         loss = CURVES[number][3**rung - 1]
-        live.watched.add({"kind": "report", "rank": 0, "step": 3**rung, "values": {"loss": loss}})
+        live.watched.add(kinds.Report(rank=0, step=3**rung, values={"loss": loss}))
         conductor._reached(Reached(number, 3**rung, loss))
         if rung == 3:
             conductor._over(Over(number, None))

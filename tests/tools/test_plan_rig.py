@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from raydist.cluster.node_history import NodeIncident
-from raydist.shared.events import read_events
 from tests.conftest import ROOT
+from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]

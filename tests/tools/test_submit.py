@@ -15,6 +15,7 @@ from raydist.cluster import ray_private
 from raydist.reporting import job_metadata
 from raydist.reporting.result import Result
 from raydist.settings.config import Watch
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError
 from raydist.tools import submit
 
@@ -169,9 +170,9 @@ def test_a_ray_that_keeps_jobs_otherwise_breaks_nothing(
     if config is not None:
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", config)
     reader = job_metadata.JobMetadata(Watch(job_metadata=True))
-    reader({"kind": "run", "dir": "runs/a"})
-    reader({"kind": "cluster"})
-    reader({"kind": "result", **result()})
+    reader(kinds.Run(name="a", dir="runs/a"))
+    reader(kinds.Cluster(address=""))
+    reader(kinds.Result(**result()))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_metadata_is_written_only_if_the_setting_is_on(
         "RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "night"}}'
     )
     reader = job_metadata.JobMetadata(settings)
-    reader({"kind": "run", "dir": "runs/a"})
-    reader({"kind": "cluster"})
-    reader({"kind": "result", **result()})
+    reader(kinds.Run(name="a", dir="runs/a"))
+    reader(kinds.Cluster(address=""))
+    reader(kinds.Result(**result()))
     assert [entry.get("raydist.result", entry["raydist.run_dir"]) for entry in entries] == written

@@ -27,7 +27,6 @@ from raydist.messages.shards import HeldShards
 from raydist.node import shards
 from raydist.settings.config import Backend, Checkpoint, Job
 from raydist.shared.errors import RaydistError, RunFailed
-from raydist.shared.events import read_events
 from raydist.state import checkpoint_files, distributed_checkpoint
 from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.shard_choice import WholeShards
@@ -39,6 +38,7 @@ from raydist.worker import context
 from tests.conftest import ROOT
 from tests.lagging import Lagging
 from tests.ranks import run_ranks
+from tests.records import read_events
 from tests.rig import QUICK_DEATH
 
 FILES = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "meta.json"]

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.training import waits
 from raydist.worker import context
 from tests.ranks import run_ranks, succeeded
@@ -175,8 +176,8 @@ def fit(job: Job, source: Any) -> tuple[list[float], list[list[int]]]:
 
 
 def note_warning(warnings: list[str], happened: Event) -> None:
-    if happened["kind"] == "warning":
-        warnings.append(happened["text"])
+    if isinstance(happened, kinds.Warning):
+        warnings.append(happened.text)
 
 
 def fit_all(

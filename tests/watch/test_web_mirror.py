@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from raydist.reporting.trace import trace_of
-from raydist.shared.events import event, read_events
+from raydist.shared.events import read_events
 from raydist.tools import watch
 from raydist.watch.web import mirror
 from raydist.watch.web.export import export
@@ -22,13 +22,14 @@ from raydist.watch.web.follow import FollowedRun
 from raydist.watch.web.mirror import Mirror, stored
 from raydist.watch.web.server import PageServer, link, open_port, serve_page
 from tests.dashboard import Dashboard
+from tests.records import event, line
 
 LIMIT_S = 60.0
 STEPS = 400
 
 
 def report(step: int) -> str:
-    return json.dumps(event("report", rank=0, step=step, values={"loss": 1 / step})) + "\n"
+    return line(event("report", rank=0, step=step, values={"loss": 1 / step}))
 
 
 def write_run(folder: Path, steps: int = STEPS, ranks: int = 2) -> Path:
@@ -37,11 +38,9 @@ def write_run(folder: Path, steps: int = STEPS, ranks: int = 2) -> Path:
     slots = [{"rank": rank, "host": "h", "ip": "10.0.0.1", "node": "n"} for rank in range(ranks)]
     plan = event("plan", backend="gloo", world_size=ranks, slots=slots)
     events = [event("run", name="mine", dir="x", target="x", pages=0), plan]
-    saved = json.dumps(event("saved", rank=0, step=steps, path="x", s=0.1)) + "\n"
+    saved = line(event("saved", rank=0, step=steps, path="x", s=0.1))
     lines = (
-        [json.dumps(each) + "\n" for each in events]
-        + [report(step) for step in range(1, steps + 1)]
-        + [saved]
+        [line(each) for each in events] + [report(step) for step in range(1, steps + 1)] + [saved]
     )
     (folder / "events.jsonl").write_text("".join(lines))
     for rank in range(ranks):

@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 
 from raydist.reporting.curves import Curve, thinned
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.watch.web import mirror
 from raydist.watch.web.follow import LOOKED_S, FollowedRun, SameFile, Silence, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes
 from raydist.watch.web.mirror import Mirror, stored
 from raydist.watch.web.model import Model, port_rates
 from raydist.watch.web.runs import EVENTS, TAIL, find_place, run_row
+from tests.records import changed, event, line
 
 
 def happened(t: float, kind: str, **facts: Any) -> Event:
-    return {"t": t, "kind": kind, **facts}
+    return event(kind, t=t, **facts)
 
 
 def slots(*hosts: str) -> list[dict[str, Any]]:
@@ -59,9 +61,20 @@ RUN = [
 
 def fold(events: list[Event]) -> Model:
     model = Model()
-    for event in events:
-        model.add(event)
+    for each in events:
+        model.add(each)
     return model
+
+
+@pytest.mark.parametrize("kind", kinds.leaves(kinds.StartsAttempt))
+def test_whatever_starts_an_attempt_starts_one_on_the_page(kind: type[Event]) -> None:
+    fields = {"step": 5} if kind is kinds.Restart else {}
+    model = fold([*RUN[:11], event(kind.kind, t=6, text="3 nodes now, 2 before", **fields)])
+    sections = model.sections()
+    assert sections["state"]["attempt"] == 2
+    assert sections["state"]["waits"] == "for the restart"
+    (mark,) = [mark for mark in sections["marks"]["marks"] if mark["kind"] == "restart"]
+    assert (mark["step"], mark["text"]) == (5, "3 nodes now, 2 before")
 
 
 def test_a_curve_has_each_step_once_whatever_was_repeated() -> None:
@@ -189,9 +202,7 @@ def test_bytes_become_rates() -> None:
 
 def write(folder: Path, events: list[Event], torn: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "events.jsonl").write_text(
-        "".join(json.dumps(event) + "\n" for event in events) + torn
-    )
+    (folder / "events.jsonl").write_text("".join(line(each) for each in events) + torn)
     return folder
 
 
@@ -232,10 +243,11 @@ def test_a_folder_that_is_made_anew_is_another_run(tmp_path: Path) -> None:
         asyncio.run(run.catch_up())  # it is not there: nothing is forgotten yet
         write(
             run.folder,
-            [{**each, "t": each["t"] + count} for each in again] + [happened(60, "x")] * count,
+            [changed(each, t=each.t + count) for each in again] + [happened(60, "x")] * count,
         )
         asyncio.run(run.catch_up())
-        assert (run.model.run["name"], [*run.model.curves]) == ("other", ["accuracy"])
+        assert run.model.run
+        assert (run.model.run.name, [*run.model.curves]) == ("other", ["accuracy"])
         assert run.read == (run.folder / "events.jsonl").stat().st_size
         replaced, (steps, _, _) = json.loads(dict(viewer.news(1.0))["curves"])["accuracy"]
         assert (replaced, steps) == (True, [1])
@@ -287,7 +299,7 @@ def test_a_line_that_a_crash_cut_off_hides_nothing(tmp_path: Path) -> None:
 def test_an_event_that_the_page_cannot_read_hides_no_other_and_is_read_once(tmp_path: Path) -> None:
     broken = [
         report(20, "nine", loss=1.0),
-        happened(21, "report", rank=0),
+        kinds.from_json({"t": 21.0, "kind": "report", "rank": 0}),
         report(22, 10, loss=0.1),
     ]
     run = FollowedRun(write(tmp_path / "r", RUN + broken))
@@ -353,7 +365,7 @@ def test_files_from_elsewhere_come_when_they_are_read(
             yield block
         if name == EVENTS:  # a job that continues
             await late.wait()
-            yield json.dumps(report(12, 9, loss=1.0)).encode() + b"\n"
+            yield line(report(12, 9, loss=1.0)).encode()
             await asyncio.Event().wait()
 
     monkeypatch.setattr(mirror, "AGAIN_S", 0.01)

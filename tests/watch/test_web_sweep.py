@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raydist.shared import kinds
 from raydist.shared.events import Events
 from raydist.watch.web.runs import find_place, list_rows
 from raydist.watch.web.sweep import Axis, FollowedSweep, SweepViewer, axes, trials_shown
@@ -93,7 +94,7 @@ def test_a_trial_under_way_is_as_far_as_its_events_say(tmp_path: Path) -> None:
     assert [each["step"] for each in section(sweep)["trials"]] == [10, 0]  # it has no events yet
     with Events(tmp_path / "s/1/events.jsonl") as events:
         for step in range(1, 501):
-            events.say("report", rank=0, step=step, values={"loss": 1 / step, "lr": 0.1})
+            events.add(kinds.Report(rank=0, step=step, values={"loss": 1 / step, "lr": 0.1}))
     shown = section(sweep)["trials"][1]
     assert (shown["trial"], shown["step"], shown["values"]) == (1, 500, {"loss": 1 / 500})
     curves = asyncio.run(sweep.curves())
@@ -138,7 +139,7 @@ def say(folder: Path, *steps: int) -> None:
     """Reports of a trial."""
     with Events(folder / "events.jsonl") as events:
         for step in steps:
-            events.say("report", rank=0, step=step, values={"loss": 1 / step, "accuracy": 0.5})
+            events.add(kinds.Report(rank=0, step=step, values={"loss": 1 / step, "accuracy": 0.5}))
 
 
 def news(viewer: SweepViewer) -> Any:
@@ -154,7 +155,7 @@ def test_a_sweep_is_one_line_of_the_list_and_a_list_of_its_trials(tmp_path: Path
     folder = sweep_json(runs / "job/s", trials, {"lr": "1,2"}, best=[0], state="finished")
     for name in ("job/alone", "job/s/0", "job/s/1"):
         with Events(runs / name / "events.jsonl") as events:
-            events.say("report", rank=0, step=1, values={"loss": 1})
+            events.add(kinds.Report(rank=0, step=1, values={"loss": 1}))
     rows = {row["run"]: row for row in list_rows(runs)}
     assert rows.keys() == {"job/alone", "job/s"}
     assert (rows["job/s"]["sweep"], rows["job/s"]["status"]) == (True, "finished")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 
+from raydist.shared import kinds
 from raydist.shared.events import Events
 from tests.browser import Browser, needs_chromium
+from tests.records import event
 from tests.scenarios.test_watch_page import DRAWN, LOSS, assert_only_local, watching
 from tests.watch.test_web_sweep import record, sweep_json
 
@@ -27,8 +29,8 @@ def write_run(
     (folder / "logs").mkdir(parents=True)
     slots = [{"rank": rank, "host": "h", "ip": "10.0.0.1", "node": "n"} for rank in range(2)]
     with Events(folder / "events.jsonl") as events:
-        events.say("run", name=name, dir=str(folder), target="x", pages=0)
-        events.say("plan", backend="gloo", world_size=2, slots=slots)
+        events.add(kinds.Run(name=name, dir=str(folder), target="x", pages=0))
+        events.add(event("plan", backend="gloo", world_size=2, slots=slots))
         report(events, *range(1, steps + 1), metric=metric)
     (folder / "logs/rank-0.log").write_text(f"{name} begins\n" + "a line\n" * 30)
     for file, text in facts.items():
@@ -38,7 +40,9 @@ def write_run(
 
 def report(events: Events, *steps: int, metric: str = "loss") -> None:
     for step in steps:
-        events.say("report", rank=0, step=step, values={metric: 1 / step, "accuracy": step / 1000})
+        events.add(
+            kinds.Report(rank=0, step=step, values={metric: 1 / step, "accuracy": step / 1000})
+        )
 
 
 def see_log(browser: Browser, text: str) -> None:
@@ -105,7 +109,7 @@ def test_seven_tabs_each_with_a_log(tmp_path: Path) -> None:
         assert (
             browser.value("document.querySelector('#log').scrollTop") == 7
         )  # where the reader was
-        events.say("result", status="failed", failure="it broke", metrics={})
+        events.add(kinds.Result(status="failed", failure="it broke", metrics={}))
         browser.drive_tab(3)
         assert browser.value("document.visibilityState") == "hidden"
         browser.wait_until("document.title == 'one · failed'")
@@ -175,7 +179,7 @@ def test_the_stacks_of_a_hang_are_a_click_away(tmp_path: Path) -> None:
     ):
         browser.open(link)
         browser.wait_until("document.querySelectorAll('#ranks tbody tr').length == 2")
-        events.say("hang", text="rank 1 sleeps", ranks=[1], certain=False, s=9.0)
+        events.add(kinds.Hang(text="rank 1 sleeps", ranks=[1], certain=False, s=9.0))
         browser.wait_until("document.querySelector('#ranks button[title=\"stacks of rank 1\"]')")
         browser.value("document.querySelector('#ranks button[title=\"stacks of rank 1\"]').click()")
         browser.wait_until(f"{shown} == 'all_reduce <here>\\n'")

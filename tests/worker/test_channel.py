@@ -12,10 +12,12 @@ import pytest
 
 from raydist.messages.rank import HoldRank, ReleaseRank
 from raydist.messages.wire import encode
-from raydist.shared.events import Event, event
+from raydist.shared import kinds
+from raydist.shared.kinds import EventJson
 from raydist.worker import context
 from raydist.worker.channel import Channel
 from raydist.worker.heartbeat import BEAT_PAGE, PHASES, read_beat, read_compute_time, read_pauses
+from tests.records import event
 
 
 class Line:
@@ -30,8 +32,8 @@ class Line:
         self.lines = self.socket.makefile()
         self.channel = Channel(its, descriptor)
 
-    def receive(self) -> Event:
-        message: Event = json.loads(self.lines.readline())
+    def receive(self) -> EventJson:
+        message: EventJson = json.loads(self.lines.readline())
         return message
 
 
@@ -101,7 +103,7 @@ def test_a_rank_that_holds_continues_when_it_is_released(line: Line) -> None:
 
 
 def note(line: Line) -> int:
-    line.channel.emit(event("note", text="x" * 60_000))
+    line.channel.emit(kinds.Warning(text="x" * 60_000))
     return 1
 
 
@@ -118,8 +120,8 @@ def test_a_report_never_waits_for_the_agent(line: Line) -> None:
 def test_a_forked_child_sends_nothing(line: Line) -> None:
     pid = os.fork()
     if pid == 0:
-        line.channel.emit(event("joined", who="child"))
+        line.channel.emit(kinds.Joined(rank=0, pid=1))
         os._exit(0)
     os.waitpid(pid, 0)
-    line.channel.emit(event("joined", who="parent"))
-    assert line.receive()["who"] == "parent"
+    line.channel.emit(kinds.Joined(rank=0, pid=2))
+    assert line.receive()["pid"] == 2

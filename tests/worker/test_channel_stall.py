@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from raydist.shared.events import event
 from raydist.worker import channel
 from raydist.worker.channel import Channel
 from raydist.worker.heartbeat import BEAT_PAGE
+from tests.records import event
 
 
 @pytest.fixture

@@ -12,20 +12,18 @@ import torch
 
 import raydist
 from raydist.shared.errors import RaydistError
-from raydist.shared.events import Event
 from raydist.worker import context
 from raydist.worker.context import Context, Rank
 from raydist.worker.heartbeat import PHASES
+from tests.records import Seen
 
 
 @pytest.fixture
-def events() -> Iterator[list[Event]]:
+def events() -> Iterator[Seen]:
     """A context of rank 1 whose events land in a list."""
-    events: list[Event] = []
+    events = Seen()
     beats: list[tuple[int, int]] = []
-    here = Context(
-        Rank(rank=1, world_size=2), emit=events.append, beat=lambda *beat: beats.append(beat)
-    )
+    here = Context(Rank(rank=1, world_size=2), emit=events, beat=lambda *beat: beats.append(beat))
     context.enter(here)
     seen_beats = beats
     here.beats = seen_beats  # type: ignore[attr-defined]
@@ -80,7 +78,7 @@ def test_the_device_is_that_of_the_local_rank_as_torch_takes_it(
     assert Rank(local_rank=local_rank, local_world_size=ranks).device == torch.device("cuda", index)
 
 
-def test_report_emits_step_and_values_and_reads_tensors(events: list[Event]) -> None:
+def test_report_emits_step_and_values_and_reads_tensors(events: Seen) -> None:
     raydist.report(step=7, loss=torch.tensor(0.5), note="x")
     (happened,) = events
     assert (happened["kind"], happened["rank"], happened["step"]) == ("report", 1, 7)
@@ -90,7 +88,7 @@ def test_report_emits_step_and_values_and_reads_tensors(events: list[Event]) -> 
 
 
 @pytest.mark.parametrize("step", [3, np.int64(3), torch.tensor(3), np.array(3)])
-def test_a_step_may_be_any_integer(events: list[Event], step: Any) -> None:
+def test_a_step_may_be_any_integer(events: Seen, step: Any) -> None:
     raydist.report(step=step, loss=1.0)
     assert json.loads(json.dumps(events))[0]["step"] == 3
 
@@ -107,21 +105,21 @@ def test_a_step_may_be_any_integer(events: list[Event], step: Any) -> None:
     ],
 )
 def test_a_step_that_is_no_count_is_refused_where_it_is_reported(
-    events: list[Event], step: Any, error: type[Exception], says: str
+    events: Seen, step: Any, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         raydist.report(step=step, loss=1.0)
     assert events == []
 
 
-def test_an_integer_that_no_float_holds_is_reported_as_infinite(events: list[Event]) -> None:
+def test_an_integer_that_no_float_holds_is_reported_as_infinite(events: Seen) -> None:
     raydist.report(step=1, huge=10**400, low=-(10**400), large=2**70, yes=True)
     assert events[0]["values"] == {"huge": math.inf, "low": -math.inf, "large": 2**70, "yes": True}
 
 
 def test_a_loop_that_counts_its_steps_anew_is_told_once() -> None:
-    seen: list[Event] = []
-    context.enter(Context(Rank(), emit=seen.append, beat=lambda step, phase: None))
+    seen = Seen()
+    context.enter(Context(Rank(), emit=seen, beat=lambda step, phase: None))
     for step in [1, 2, 2, 3, 1, 2, 3, 1]:  # 2: an evaluation adds to a step
         raydist.report(step=step)
     context.enter(None)
@@ -129,14 +127,14 @@ def test_a_loop_that_counts_its_steps_anew_is_told_once() -> None:
     assert "step 1 was reported after step 3" in warned["text"]
 
 
-def test_report_without_a_step_keeps_the_step(events: list[Event]) -> None:
+def test_report_without_a_step_keeps_the_step(events: Seen) -> None:
     raydist.report(step=7)
     raydist.report(accuracy=0.9)
     assert "step" not in events[-1]
     assert context.current().step == 7
 
 
-def test_phase_beats_with_the_step_of_the_last_report(events: list[Event]) -> None:
+def test_phase_beats_with_the_step_of_the_last_report(events: Seen) -> None:
     raydist.report(step=3)
     context.phase("backward")
     assert context.current().beats[-1] == (3, PHASES.index("backward"))  # type: ignore[attr-defined]

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import raydist
 from raydist.settings.config import Backend, Job
 from raydist.shared.errors import RunFailed
-from raydist.shared.events import event
 from raydist.worker import backends, checkpoint, context, standalone
 from tests.ranks import run_ranks
+from tests.records import event
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,9 @@ from typing import Any, cast
 
 from raydist.reporting.points import Points, node_numbers
 from raydist.reporting.progress import Progress
-from raydist.shared.events import Event, parse_event
+from raydist.shared import kinds
+from raydist.shared.events import parse_event
+from raydist.shared.kinds import Event
 from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
 
 CLASSES = {
@@ -112,24 +114,24 @@ class Follower:
             self._take(happened)
         except Exception as error:
             traceback.print_exc()
-            self._warn(error, f"an event `{happened['kind']}` is left out")
+            self._warn(error, f"an event `{happened.kind}` is left out")
 
     def _take(self, happened: Event) -> None:
         self._rows += self._rows_of(self._points.add(happened))
-        match happened["kind"]:
-            case "begin" if happened.get("rank") == 0:
+        match happened:
+            case kinds.Begin(rank=0):
                 self._progress.begin(happened)
-            case "report" if happened.get("rank") == 0:
+            case kinds.Report(rank=0):
                 self._progress.report(happened)
-            case "run":
-                self._pages_before = happened.get("pages", 0)
-            case "plan":
+            case kinds.Run():
+                self._pages_before = happened.pages
+            case kinds.Plan():
                 self._placed = True
-            case "nodes":
-                self._rows.append(Measured(happened["t"], None, node_numbers(happened["nodes"])))
-            case "result":
-                status = "killed" if happened["status"] == "stopped" else str(happened["status"])
-                text = str(happened["failure"] or happened["error"])
+            case kinds.Nodes():
+                self._rows.append(Measured(happened.t, None, node_numbers(happened.nodes)))
+            case kinds.Result():
+                status = "killed" if happened.status == "stopped" else happened.status
+                text = happened.failure or happened.error
                 self._ending = Ending(status, text.partition("\n")[0])
         del self._rows[:-KEPT_ROWS]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from raydist.reporting.curves import SHOWN, Curve, Piece
+from raydist.shared import kinds
 from raydist.shared.events import parse_event
 from raydist.watch.web.model import Model
 
@@ -165,12 +166,12 @@ class FollowedRun:
         event = parse_event(line)
         if event is None:
             return
+        if isinstance(event, kinds.Other) and event.kind in kinds.KINDS:
+            self.model.warn(f"the page cannot show an event `{event.kind}`: it lacks a field")
         try:
             self.model.add(event)
         except Exception as error:
-            text = (
-                f"the page cannot show an event `{event['kind']}`: {type(error).__name__}: {error}"
-            )
+            text = f"the page cannot show an event `{event.kind}`: {type(error).__name__}: {error}"
             self.model.warn(text)
 
     async def log(self, rank: int, poll_s: float, at: int = -1) -> AsyncIterator[LogPiece]:

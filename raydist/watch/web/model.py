@@ -11,7 +11,8 @@ from raydist.reporting.curves import Curve, add_report
 from raydist.reporting.failures import Failure
 from raydist.reporting.progress import Progress
 from raydist.reporting.result import Figures
-from raydist.shared.events import Event
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
 from raydist.watch.web.lanes import LANES, Lanes
 
 RATE_S = 1.0
@@ -22,6 +23,15 @@ MARKS = 300
 WARNINGS = 50
 QUIET_S = 60.0
 """Seconds without an event after which the page says that there is no news."""
+
+AFTER_PHASE = {
+    "connect": "for a place on the nodes",
+    "place": "for the actors",
+    "actors": "until torch is imported",
+    "warm-up": "until all ranks have met",
+    "rendezvous": "for the first step",
+}
+"""What a run waits for after each phase of its launch."""
 
 CALM = ("", "started", "runs", "finished", "stopped")
 """States of a rank that need no attention."""
@@ -64,8 +74,8 @@ class Model:
     marks: dict[str, list[CurveMark]] = field(default_factory=dict)
     nodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """By host, its newest load, with the bytes per second of each port."""
-    run: Event = field(default_factory=dict)
-    result: Event = field(default_factory=dict)
+    run: kinds.Run | None = None
+    result: kinds.Result | None = None
     waits: str = ""
     """What the run waits for, or does outside of steps."""
     attempt: int = 1
@@ -78,17 +88,87 @@ class Model:
 
     def add(self, event: Event) -> None:
         """Process one event."""
-        kind, rank = event["kind"], event.get("rank")
-        if kind == "run":  # another run in the same folder continues its curves
+        if isinstance(event, kinds.Run):  # another run in the same folder continues its curves
             vars(self).update(
                 vars(Model(run=event, curves=self.curves, lanes=self.lanes, waits="for Ray"))
             )
-        if kind == "report" and rank:  # most events of a large run: only the step counts
-            self.steps[rank] = event.get("step") or 0
+        if isinstance(event, kinds.Report) and event.rank:
+            self.steps[event.rank] = event.step or 0  # most events of a large run: the step counts
             return
-        self.longest_s = max(self.longest_s, event["t"] - (self.figures.ended or event["t"]))
+        self.longest_s = max(self.longest_s, event.t - (self.figures.ended or event.t))
         self.figures.add(event)
-        getattr(self, f"_on_{kind}", _pass)(event)
+        self._update_waits(event)
+        match event:
+            case kinds.OfRank():
+                self._add_of_rank(event)
+            case kinds.HasSlots():
+                self._seat()
+            case kinds.StartsAttempt():
+                self.attempt += 1
+                step = event.step if isinstance(event, kinds.Restart) else self.progress.step or 0
+                self._mark("restart", step, event.t, event.text.partition("\n")[0])
+            case kinds.Pace():
+                self._on_pace(event)
+            case kinds.Work():
+                for rank, (own, whole) in event.ranks.items():
+                    self._note(int(rank), own_s=own, step_s=whole)
+            case kinds.Nodes():
+                self._on_nodes(event)
+            case kinds.Hang():
+                for culprit in event.ranks:
+                    self._note(culprit, state="hangs")
+            case kinds.Slow():
+                for each in event.ranks:
+                    self._note(each["rank"], state="slow")
+            case kinds.Failure():
+                self._note(event.cause["rank"], state=f"failed: {event.cause['how']}")
+            case kinds.Result():
+                self.result = event
+
+    def _update_waits(self, event: Event) -> None:
+        """Note what the run waits for from now on."""
+        match event:
+            case kinds.Cluster():
+                self.waits = "for a place on the nodes"
+            case kinds.Wait() | kinds.Hang() | kinds.Notice():
+                self.waits = event.text
+            case kinds.Plan():
+                self.waits = "for the actors"
+            case kinds.Phase():
+                self.waits = AFTER_PHASE.get(event.name, "")
+            case kinds.Report() | kinds.Result():
+                self.waits = ""
+            case kinds.Stop():
+                self.waits = f"until all ranks have ended: {event.reason}"
+            case kinds.Failure():
+                self.waits = "for the decision about a restart"
+            case kinds.StartsAttempt():
+                self.waits = "for the restart"
+
+    def _add_of_rank(self, event: kinds.OfRank) -> None:
+        """Process an event of one rank."""
+        rank = event.rank
+        match event:
+            case kinds.Report():
+                self._on_report(event)
+            case kinds.Began():
+                self._note(rank, host=event.host, pid=event.pid, state="started")
+            case kinds.Joined():
+                self._note(rank, pid=event.pid, state="runs")
+            case kinds.Begin():
+                self._note(rank, state="runs")
+                if rank == 0:
+                    self.progress.begin(event)
+            case kinds.Spent(rank=0, what="evaluate"):
+                text = f"evaluated in {event.s:.2f} s"
+                self._mark("evaluation", self.progress.step or 0, event.t, text)
+            case kinds.Saved():
+                text = f"saved in {event.s:.2f} s: {event.path}"
+                self._mark("save", event.step, event.t, text)
+            case kinds.Raised():
+                self._note(rank, state=f"raised {event.type}")
+            case kinds.Ended() if not self._row(rank).state.startswith("raised"):
+                self._note(rank, state=event.how or "ended")
 
     def warn(self, text: str) -> None:
         """Show a warning of the page itself."""
@@ -104,21 +184,6 @@ class Model:
         """Update facts about a rank."""
         self.ranks[rank] = replace(self._row(rank), **facts)
 
-    def _on_cluster(self, event: Event) -> None:
-        self.waits = "for a place on the nodes"
-
-    def _on_wait(self, event: Event) -> None:
-        self.waits = event["text"]
-
-    def _on_plan(self, event: Event) -> None:
-        self.waits = "for the actors"
-        self._seat()
-
-    def _on_placed(self, event: Event) -> None:
-        self._seat()
-
-    _on_resize = _on_takeover = _on_placed
-
     def _seat(self) -> None:
         """Give the ranks the slots of the newest plan."""
         slots = self.figures.failures.slots
@@ -126,31 +191,9 @@ class Model:
         for rank, slot in slots.items():
             self._note(rank, host=slot.get("host", ""))
 
-    def _on_phase(self, event: Event) -> None:
-        after = {
-            "connect": "for a place on the nodes",
-            "place": "for the actors",
-            "actors": "until torch is imported",
-            "warm-up": "until all ranks have met",
-            "rendezvous": "for the first step",
-        }
-        self.waits = after.get(event["name"], "")
-
-    def _on_began(self, event: Event) -> None:
-        self._note(event["rank"], host=event["host"], pid=event["pid"], state="started")
-
-    def _on_joined(self, event: Event) -> None:
-        self._note(event["rank"], pid=event["pid"], state="runs")
-
-    def _on_begin(self, event: Event) -> None:
-        self._note(event["rank"], state="runs")
-        if event["rank"] == 0:
-            self.progress.begin(event)
-
-    def _on_report(self, event: Event) -> None:
-        step, t = event.get("step"), event["t"]
+    def _on_report(self, event: kinds.Report) -> None:
+        step, t = event.step, event.t
         self.reported += 1
-        self.waits = ""
         self.progress.report(event)
         at = self.reported if step is None else step
         self.steps[0] = at
@@ -160,75 +203,23 @@ class Model:
             self._rated = t
             self.curves.setdefault(RATE, Curve()).add(at, t, rate)
 
-    def _on_spent(self, event: Event) -> None:
-        if event.get("rank") == 0 and event["what"] == "evaluate":
-            self._mark(
-                "evaluation",
-                self.progress.step or 0,
-                event["t"],
-                f"evaluated in {event['s']:.2f} s",
-            )
-
-    def _on_saved(self, event: Event) -> None:
-        self._mark(
-            "save", event["step"], event["t"], f"saved in {event['s']:.2f} s: {event['path']}"
-        )
-
-    def _on_pace(self, event: Event) -> None:
-        self.lanes.add(event["t"], event["ranks"])
-        for rank, (step, own, whole) in event["ranks"].items():
+    def _on_pace(self, event: kinds.Pace) -> None:
+        self.lanes.add(event.t, event.ranks)
+        for rank, (count, own, whole) in event.ranks.items():
+            step = int(count)
             row, before = self._row(int(rank)), self.steps.get(int(rank), 0)
             state = "runs" if row.state == "hangs" and step > before else row.state
             self._note(int(rank), own_s=own, step_s=whole, state=state)
             self.steps[int(rank)] = step
 
-    def _on_work(self, event: Event) -> None:
-        for rank, (own, whole) in event["ranks"].items():
-            self._note(int(rank), own_s=own, step_s=whole)
-
-    def _on_nodes(self, event: Event) -> None:
-        for host, load in event["nodes"].items():
+    def _on_nodes(self, event: kinds.Nodes) -> None:
+        for host, load in event.nodes.items():
             t, before = self._loads.get(host, (0.0, {}))
-            self._loads[host] = (event["t"], load)
+            self._loads[host] = (event.t, load)
             self.nodes[host] = {
                 **load,
-                "ports": port_rates(load["ports"], before.get("ports", {}), event["t"] - t),
+                "ports": port_rates(load["ports"], before.get("ports", {}), event.t - t),
             }
-
-    def _on_hang(self, event: Event) -> None:
-        self.waits = event["text"]
-        for rank in event["ranks"]:
-            self._note(rank, state="hangs")
-
-    def _on_slow(self, event: Event) -> None:
-        for each in event["ranks"]:
-            self._note(each["rank"], state="slow")
-
-    def _on_notice(self, event: Event) -> None:
-        self.waits = event["text"]
-
-    def _on_stop(self, event: Event) -> None:
-        self.waits = f"until all ranks have ended: {event['reason']}"
-
-    def _on_raised(self, event: Event) -> None:
-        self._note(event["rank"], state=f"raised {event['type']}")
-
-    def _on_ended(self, event: Event) -> None:
-        if not self._row(event["rank"]).state.startswith("raised"):
-            self._note(event["rank"], state=event.get("how") or "ended")
-
-    def _on_failure(self, event: Event) -> None:
-        cause = event["cause"]
-        self.waits = "for the decision about a restart"
-        self._note(cause["rank"], state=f"failed: {cause['how']}")
-
-    def _on_restart(self, event: Event) -> None:
-        self.attempt += 1
-        self.waits = "for the restart"
-        self._mark("restart", event.get("step") or 0, event["t"], event["text"].partition("\n")[0])
-
-    def _on_result(self, event: Event) -> None:
-        self.result, self.waits = event, ""
 
     def _mark(self, kind: str, step: int, t: float, text: str) -> None:
         marks = self.marks.setdefault(kind, [])
@@ -279,29 +270,30 @@ class Model:
     def _spent(self) -> dict[str, float]:
         """Return the seconds of each part of the run so far."""
         figures = self.figures
-        spent = self.result.get("spent") or figures.spent.parts(figures.wall_s, figures.ended)
+        spent = self.result.spent if self.result else {}
+        spent = spent or figures.spent.parts(figures.wall_s, figures.ended)
         return {name: round(s, 2) for name, s in spent.items() if s >= 0.005}
 
     def _state(self) -> Section:
-        figures, progress, over = self.figures, self.progress, bool(self.result)
+        figures, progress, result = self.figures, self.progress, self.result
         return {
-            "name": self.run.get("name", ""),
-            "dir": self.run.get("dir", ""),
+            "name": self.run.name if self.run else "",
+            "dir": self.run.dir if self.run else "",
             "began": figures.began,
-            "status": self.result.get("status", "running"),
+            "status": result.status if result else "running",
             "attempt": self.attempt,
             "step": progress.step,
             "steps": progress.totals.get("steps"),
             "position": progress.position(),
             "health": progress.health(),
             "evaluation": progress.evaluation(),
-            "left": [] if over else progress.left(),
+            "left": [] if result else progress.left(),
             "waits": self.waits,
             "world_size": figures.world_size,
-            "goodput": round(self.result.get("goodput", figures.goodput), 4),
+            "goodput": round(result.goodput if result else figures.goodput, 4),
             "wall_s": round(figures.wall_s, 1),
             "checkpoint": figures.saved,
-            "failure": self.result.get("failure", ""),
+            "failure": result.failure if result else "",
             "slow": figures.slow.get("text", ""),
             "network": figures.network,
             "quiet_s": self.quiet_s,
@@ -350,7 +342,3 @@ def failure_row(failure: Failure) -> Section:
         "s": failure.s,
         "repeated": failure.repeated,
     }
-
-
-def _pass(event: Event) -> None:
-    """Ignore kinds that the page does not show."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TypedDict
 
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, nearest
+from raydist.shared.events import parse_event
 from raydist.shared.rank_names import counted
 from raydist.watch.web.model import QUIET_S
 from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep, trials_shown
@@ -102,28 +103,17 @@ def run_row(name: str, folder: Path) -> RunRow:
     """Return one line of the list, from the end of the run's events."""
     path = folder / EVENTS
     # After a result, another run may have begun in the folder.
-    kinds = (
-        b'"kind": "result"',
-        b'"kind": "run"',
-    )
-    last = next(
-        (line for line in reversed(last_lines(path)) if any(kind in line for kind in kinds)), b"{}"
-    )
-    try:
-        event = json.loads(last)
-    except ValueError:
-        event = {}
-    result = event if event.get("kind") == "result" else {}
-    numbers = [
-        (name, value)
-        for name, value in result.get("metrics", {}).items()
-        if isinstance(value, float)
-    ]
-    text = result.get("failure", "").partition("\n")[0] or ", ".join(
-        f"{name} {value:.4g}" for name, value in numbers[:6]
-    )
+    wanted = [f'"kind": "{each.kind}"'.encode() for each in (kinds.Result, kinds.Run)]
+    found = (line for line in reversed(last_lines(path)) if any(kind in line for kind in wanted))
+    event = parse_event(next(found, b""))
     changed = path.stat().st_mtime
-    status = result.get("status") or ("running" if time.time() - changed < QUIET_S else "no news")
+    status = "running" if time.time() - changed < QUIET_S else "no news"
+    text = ""
+    if isinstance(event, kinds.Result):
+        status = event.status
+        numbers = [each for each in event.metrics.items() if isinstance(each[1], float)]
+        text = event.failure.partition("\n")[0]
+        text = text or ", ".join(f"{name} {value:.4g}" for name, value in numbers[:6])
     return {"run": name, "changed": changed, "status": status, "text": text, "sweep": False}
 
 
