@@ -57,6 +57,8 @@ def test_answers_are_taken_in_any_order_and_the_ends_are_by_rank(tmp_path: Path)
             1, event("report", rank=1, step=1, values={}), log=b"two\n", work=(30, 0.01, 0.02)
         )
         trial.end(1)
+        # race: a supervisor that finds both ends at once takes them by rank
+        wait_until(lambda: trial.kinds("ended"), "the end of rank 1")
         trial.end(0)
         assert [(end.rank, end.how) for end in trial.ends()] == [(0, "finished"), (1, "finished")]
     assert [event["rank"] for event in trial.kinds("ended")] == [1, 0]
