@@ -240,7 +240,6 @@ LARGER = {
     "node.agent:RankAgent": 31,
     "node.fork_launcher:ForkServer.launch": 7,
     "node.mpi_agent:MpiRankAgent": 14,
-    "recovery.supervisor:Supervisor": 29,
     "reporting.metrics:Metrics": 13,
     "state.distributed_checkpoint:commit": 8,
     "sweeps.conduct:Conductor": 18,

@@ -3,7 +3,10 @@
 It gets a running worker group. It returns how each rank ended, the first cause, and the next
 attempt or the reason why there is none.
 
-    arrival.py            When all ranks had met and the first step was done; what a restart cost
+    agent_calls.py        The open call to each agent; agents that do not answer, and what their
+                          nodes know
+    arrival.py            The beginning of an attempt: all ranks meet, the first step; what a
+                          restart cost
     attempts.py           All attempts of a run: what each starts from, how it ends, what follows,
                           the outcome
     blame.py              How the ranks of an attempt ended -> the first cause, the reason for it,
@@ -12,8 +15,8 @@ attempt or the reason why there is none.
                           it ended
     clocks.py             Times of nodes' clocks -> of the driver's: clocks differ by more than
                           failures do
-    deadlines.py          When and why to stop an attempt's ranks; when an agent that does not
-                          answer is lost
+    deadlines.py          How long to wait before ranks are stopped, and for agents that do not
+                          answer
     drain_monitor.py      Notices, while ranks train, that their nodes are drained
     hang.py               Examines all ranks when one is silent too long; ends the run for a certain
                           hang
@@ -21,6 +24,8 @@ attempt or the reason why there is none.
                           certain that is
     pace.py               Heartbeats -> whether a rank is silent for longer than its own steps
                           explain
+    phases.py             (phase of an attempt, what happens) -> the next phase, and what to do: a
+                          table
     policy.py             (rule, attempts so far) -> retry in place, retry elsewhere, or give up and
                           why
     quiesce.py            Has all ranks stop after the same step, for a drain or for another number

@@ -1,4 +1,4 @@
-"""When all ranks had met and the first step was done; what a restart cost. (pure)"""
+"""The beginning of an attempt: all ranks meet, the first step; what a restart cost. (pure)"""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from raydist.recovery.policy import Retry
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
+
+OTHERS_S = 10.0
+"""Seconds after all ranks have met until the actors that host no agent are started. Each is a
+process of Ray that takes most of a second of CPU, when the ranks need it most. A short run never
+starts them."""
 
 
 @dataclass
@@ -74,3 +79,33 @@ class RestartCost:
             repeated=repeated,
             resized=self.retry.cause is None,
         )
+
+
+class Beginning:
+    """The beginning of one attempt, from the events of its ranks. Times are since the epoch."""
+
+    def __init__(self, world_size: int, now: float, retry: Retry | None) -> None:
+        """`retry`: why there is this attempt, if it is not the first."""
+        self._arrival = Arrival(world_size, now)
+        self._restart = RestartCost(retry) if retry else None
+        self._settled = False
+
+    def add(self, rank: int, event: Event) -> list[kinds.Phase | kinds.Restarted]:
+        """Record an event of a rank; return the events that follow from it."""
+        parts = self._arrival.add(event)
+        if self._restart is None:
+            return [kinds.Phase(name=name, s=s) for name, s in parts.items()]
+        cost = self._restart.add(rank, event)
+        return [cost] if cost else []
+
+    def running_s(self, now: float) -> float:
+        """Return the seconds since all ranks have met, or since the attempt began."""
+        return now - (self._arrival.met or self._arrival.began)
+
+    def settled(self, now: float) -> bool:
+        """Return True once, when the ranks have trained for a while."""
+        met = self._arrival.met
+        if self._settled or met is None or now - met <= OTHERS_S:
+            return False
+        self._settled = True
+        return True

@@ -12,7 +12,7 @@ from raydist.recovery.blame import is_victim, last_words
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.pace import Beat
 from raydist.shared import kinds
-from raydist.shared.errors import last_line, out_of_memory
+from raydist.shared.errors import Stopped, last_line, out_of_memory
 from raydist.shared.outcome import End
 
 
@@ -32,12 +32,15 @@ class RankRecord:
 class AttemptRecord:
     """What the driver knows of a whole attempt."""
 
-    signalled: bool = False
-    """Whether a signal to the driver stopped the run."""
+    stopped: Stopped | None = None
+    """The signal to the driver that stopped the run."""
     hang: ConfirmedHang | None = None
     """The hang for which the ranks were stopped."""
     drain: DrainNotice | None = None
     """The nodes that the cluster is about to take away."""
+    resize: str = ""
+    """Why the ranks were stopped to change the number of nodes, for a person; empty if they were
+    not."""
 
 
 def classify_end(
@@ -62,9 +65,9 @@ def classify_end(
         oom=report.oom,
     )
     drain = attempt.drain
-    if drain and report.told and not attempt.signalled:
+    if drain and report.told and attempt.stopped is None:
         return _drained(end, drain)
-    hang = None if attempt.signalled else attempt.hang
+    hang = attempt.hang if attempt.stopped is None else None
     error = _raised(end, report, rank)
     # Ranks that hung lose their peers while all are being stopped: such an error did not end them.
     if error and (hang is None or error.at < hang.since or not is_victim(error)):

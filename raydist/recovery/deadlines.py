@@ -1,16 +1,11 @@
-"""When and why to stop an attempt's ranks; when an agent that does not answer is lost. (pure)"""
+"""How long to wait before ranks are stopped, and for agents that do not answer. (pure)"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
-from raydist.cluster.drain import DrainNotice
-from raydist.launch.limits import SILENT_S, longest
+from raydist.launch.limits import SILENT_S as SILENT_S
 from raydist.messages.agent import DYING_S as DYING_S
 from raydist.recovery.blame import is_victim
-from raydist.shared.outcome import End, StopReason
+from raydist.shared.outcome import End
 
 VICTIM_S = 0.5
 """Seconds that a failure which another rank may have caused waits for that rank's own failure."""
@@ -34,58 +29,6 @@ ranks then cost it a tenth of a core, of which more than half is Ray's part of t
 driver)."""
 
 
-@dataclass(frozen=True)
-class Stop:
-    """An order to stop all ranks."""
-
-    reason: StopReason
-    text: str
-    """The reason for a person."""
-    grace_s: float = 0.0
-    """Seconds between SIGTERM and SIGKILL; 0: SIGKILL at once."""
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """The single deadline that an attempt has at a time, on the monotonic clock, in seconds."""
-
-    due: float | None = None
-    """Before the stop: when to stop all ranks. After it: when ranks whose agents no longer answer
-    are lost."""
-    stopping: bool = False
-    """Whether the stop was sent."""
-    since: float = 0.0
-    """An agent that has not answered since then is lost at the deadline."""
-    final: float = math.inf
-    """When a rank is lost even if its agent answers: its process can't be killed."""
-
-    def stop_within(self, seconds: float, now: float) -> Deadlines:
-        """Stop all ranks in that many seconds, or earlier if an earlier time was set."""
-        if self.stopping:
-            return self
-        return replace(
-            self, due=now + seconds if self.due is None else min(self.due, now + seconds)
-        )
-
-    def stop_sent(self, grace_s: float, now: float, ranks: int = 0) -> Deadlines:
-        """Note that so many ranks were sent a stop with that grace period.
-
-        A second stop sets the deadline again.
-        """
-        killed = now + grace_s
-        due = killed + longest(SILENT_S, ranks)
-        return Deadlines(due, stopping=True, since=now, final=max(due, killed + DYING_S))
-
-    def prolonged(self, now: float, ranks: int = 0) -> Deadlines:
-        """Give the ranks whose agents still answer more time to end."""
-        due = max(now, min(now + longest(SILENT_S, ranks), self.final))
-        return replace(self, due=due, since=now)
-
-    def left(self, now: float) -> float | None:
-        """Return the seconds until the deadline; None without one."""
-        return None if self.due is None else max(0.0, self.due - now)
-
-
 def culprit_wait(end: End) -> float | None:
     """Return the seconds after this end within which all ranks are stopped; None if not a failure.
 
@@ -94,21 +37,6 @@ def culprit_wait(end: End) -> float | None:
     if not end.failed:
         return None
     return VICTIM_S if is_victim(end) else 0.0
-
-
-def stop_when_due(ends: Iterable[End], drain: DrainNotice | None) -> Stop:
-    """Return the stop to send at the deadline.
-
-    It is for the failure, or for the drain if no rank has failed.
-    """
-    if drain is not None and not any(end.failed for end in ends):
-        return drain_stop(drain)
-    return Stop(StopReason.FAILURE, "a rank failed")
-
-
-def drain_stop(drain: DrainNotice) -> Stop:
-    """Return the stop after which ranks leave nodes that are drained."""
-    return Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)
 
 
 def answer_interval(running_s: float, ranks: int) -> float:

@@ -108,6 +108,31 @@ class Pauses:
         return kinds.Slow(text=text, ranks=ranks)
 
 
+class SlowRanks:
+    """The ranks of an attempt that slow down the others: by their own work, or by long pauses."""
+
+    def __init__(self, hosts: Sequence[str], percent: float, together: int) -> None:
+        self.latest: list[Slow] = []
+        """The stragglers in the latest report."""
+        self._stragglers = Stragglers(hosts, percent)
+        self._pauses = Pauses(hosts, together)
+
+    @property
+    def times(self) -> Mapping[int, Own]:
+        """The times of each rank that has timed steps."""
+        return self._stragglers.times
+
+    def note(self, rank: int, own: Own, pauses: float, now: float) -> list[kinds.Slow]:
+        """Record a rank's times and its share of pauses; return the events that follow."""
+        found = []
+        if slow := self._stragglers.note(rank, own, now):
+            self.latest = slow
+            found.append(as_event(slow))
+        if long := self._pauses.note(rank, pauses, now):
+            found.append(long)
+        return found
+
+
 def pauses_text(
     ranks: Sequence[int], hosts: Sequence[str], shares: Mapping[int, float], together: int
 ) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from raydist.launch import limits
-from raydist.recovery import deadlines
 
 
 @pytest.mark.parametrize(
@@ -24,8 +23,3 @@ def test_a_limit_grows_with_the_ranks_that_answer(limit: float, few: float, many
     """2 ranks; 1,024."""
     assert limits.longest(limit, 2) == pytest.approx(few, abs=0.01)
     assert limits.longest(limit, 1024) == pytest.approx(many, abs=0.02)
-
-
-def test_the_ranks_of_a_large_run_have_longer_to_end() -> None:
-    sent = deadlines.Deadlines().stop_sent(1.0, now=10.0, ranks=1024)
-    assert sent.due == pytest.approx(11.0 + limits.longest(limits.SILENT_S, 1024))

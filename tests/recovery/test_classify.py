@@ -19,6 +19,7 @@ from raydist.recovery.classify import (
 )
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.shared import kinds
+from raydist.shared.errors import Stopped
 from raydist.shared.outcome import End
 
 RAISED = kinds.Raised(t=90.0, rank=1, type="ValueError", message="nan", traceback="line 31", step=7)
@@ -68,7 +69,7 @@ def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (stopped(signum=9), RANK, AttemptRecord(hang=HANG), "hung", 80),
         (stopped(signum=9), RANK, AttemptRecord(hang=NOBODYS_HANG), "hung", 80),
         (stopped(signum=9), RANK, AttemptRecord(hang=OTHER_HANG), "stopped", 100),
-        (stopped(signum=9), RANK, AttemptRecord(hang=HANG, signalled=True), "stopped", 100),
+        (stopped(signum=9), RANK, AttemptRecord(hang=HANG, stopped=Stopped(15)), "stopped", 100),
         # while the ranks of a hang are stopped, the last ones lose their peers; before it, that is
         # how they end
         (stopped(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=HANG), "hung", 80),
@@ -80,7 +81,7 @@ def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (stopped(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
         (stopped(signum=9), RANK, AttemptRecord(drain=OTHER_DRAIN), "stopped", 100),
         (report(signum=9), RANK, AttemptRecord(drain=DRAIN), "killed", 100),
-        (stopped(signum=9), RANK, AttemptRecord(drain=DRAIN, signalled=True), "stopped", 100),
+        (stopped(signum=9), RANK, AttemptRecord(drain=DRAIN, stopped=Stopped(15)), "stopped", 100),
         (stopped(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "drained", 100),
         (report(1), replace(RANK, raised=RAISED), AttemptRecord(drain=DRAIN), "raised", 90),
         # mpirun ends a rank

@@ -1,4 +1,4 @@
-"""When ranks are stopped, why, and when an agent is lost: one row for each case."""
+"""How long is waited before ranks are stopped, and for agents: one row for each case."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import signal
 
 import pytest
 
-from raydist.cluster.drain import DrainNotice
-from raydist.launch.limits import ANSWER_S, SILENT_S
+from raydist.launch.limits import ANSWER_S
 from raydist.messages.agent import DYING_S
 from raydist.node import agent
 from raydist.recovery.deadlines import (
     VICTIM_S,
-    Deadlines,
     answer_interval,
     culprit_wait,
     longest_interval,
-    stop_when_due,
 )
-from raydist.shared.outcome import End, StopReason
+from raydist.shared.outcome import End
 
 KILLED = End(1, "b", "killed", 5.0, signal=signal.SIGKILL)
 VICTIM = End(
     0, "a", "raised", 4.0, type="RuntimeError", message="Connection closed by peer [::1]:1"
 )
-DRAIN = DrainNotice((1,), ("b",), 30.0)
 
 
 @pytest.mark.parametrize(
@@ -43,39 +39,6 @@ DRAIN = DrainNotice((1,), ("b",), 30.0)
 )
 def test_a_victim_leaves_its_culprit_time(end: End, seconds: float | None) -> None:
     assert culprit_wait(end) == seconds
-
-
-def test_the_earlier_deadline_counts_and_no_failure_after_the_stop_moves_it() -> None:
-    none = Deadlines()
-    assert none.left(7.0) is None
-    victim = none.stop_within(0.5, now=10.0)
-    assert victim.left(10.2) == pytest.approx(0.3)
-    assert victim.left(11.0) == 0.0
-    assert victim.stop_within(0.5, now=10.4).due == 10.5
-    assert victim.stop_within(0.0, now=10.1).due == 10.1
-    sent = victim.stop_sent(1.0, now=10.1)
-    assert (sent.due, sent.stopping) == (10.1 + 1.0 + SILENT_S, True)
-    assert sent.stop_within(0.0, now=10.2) == sent
-    assert (
-        sent.stop_sent(1.0, now=12.0).due == 12.0 + 1.0 + SILENT_S
-    )  # a signal after the stop for a failure
-
-
-@pytest.mark.parametrize(
-    ("ends", "drain", "reason", "grace_s"),
-    [
-        ([KILLED], None, StopReason.FAILURE, 0.0),
-        ([], None, StopReason.FAILURE, 0.0),  # a rank has raised, and its process has not ended
-        ([], DRAIN, StopReason.DRAIN, 10.0),
-        ([End(0, "a", "finished", 1.0)], DRAIN, StopReason.DRAIN, 10.0),
-        ([KILLED], DRAIN, StopReason.FAILURE, 0.0),
-    ],
-)
-def test_what_is_done_at_the_deadline(
-    ends: list[End], drain: DrainNotice | None, reason: StopReason, grace_s: float
-) -> None:
-    stop = stop_when_due(ends, drain)
-    assert (stop.reason, stop.grace_s) == (reason, grace_s)
 
 
 @pytest.mark.parametrize(

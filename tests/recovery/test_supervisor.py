@@ -76,7 +76,7 @@ def test_the_actors_that_host_no_agent_start_once_the_ranks_have_run_for_a_while
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raydist.recovery.supervisor.LOOK_S", 0.01)
-    monkeypatch.setattr("raydist.recovery.supervisor.OTHERS_S", 0.3)
+    monkeypatch.setattr("raydist.recovery.arrival.OTHERS_S", 0.3)
     with Trial(tmp_path) as trial:
         trial.answer(0, event("joined", rank=0, pid=0))
         time.sleep(0.5)  # longer than OTHERS_S
@@ -578,8 +578,3 @@ def test_a_driver_that_stood_still_itself_blames_no_agent() -> None:
 def test_more_ranks_have_more_time() -> None:
     assert deadlines.agent_limit(2) == pytest.approx(11.0)
     assert deadlines.agent_limit(4096) == pytest.approx(10 + 4096 / 300)
-    small, large = (
-        deadlines.Deadlines().stop_sent(0.0, 0.0, ranks).due or 0 for ranks in (2, 1024)
-    )
-    assert 5 < small < 5.1
-    assert large > 5 + 1024 * 0.003
