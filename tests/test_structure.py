@@ -237,9 +237,7 @@ ATTRIBUTES, PARAMETERS = 12, 6
 LARGER = {
     "launch.flush:_commit": 7,
     "launch.standby:StandbyNodes": 16,
-    "node.agent:RankAgent": 31,
     "node.fork_launcher:ForkServer.launch": 7,
-    "node.mpi_agent:MpiRankAgent": 14,
     "reporting.metrics:Metrics": 13,
     "state.distributed_checkpoint:commit": 8,
     "sweeps.conduct:Conductor": 18,

@@ -5,8 +5,8 @@ and ends, and keeps their snapshots when a rank dies.
 
     actor.py              The Ray actor of one rank: holds its resources; a node's first also hosts
                           all agents
-    agent.py              The agent of one rank: starts its process, monitors it, answers requests
-                          about it
+    agent.py              The agent of one rank: joins the fork server, starts the rank, answers
+                          requests
     agent_server.py       Serves the agents of a node: forks processes for them, and reports their
                           ends
     cache_folder.py       The user's folder for compiled code, on the node's disk, kept across runs
@@ -35,6 +35,8 @@ and ends, and keeps their snapshots when a rank dies.
     mpi_child.py          The program that mpirun starts in place of ssh and of the user's program
     mpi_install.py        The MPI of this machine: its mpirun, and the daemon for another host's
                           mpirun
+    mpi_listener.py       Where mpirun's launch agents, and its child for the rank, connect to the
+                          rank's agent
     mpi_segments.py       Removes killed MPI ranks' shared memory from /dev/shm, where it stays
                           until a reboot
     nccl_output.py        NCCL's log of one rank: forwarded for fabric.debug, checked for
@@ -50,6 +52,12 @@ and ends, and keeps their snapshots when a rank dies.
                           variables of the site
     processes.py          Signals, awaits and ends processes and their children; reads their state
                           and error
+    rank_channel.py       The connection of a rank's process to its agent: what the agent asks, and
+                          the replies
+    rank_process.py       One start of a rank: its process, from the fork to the end that is
+                          reported
+    rank_reports.py       What one start of a rank reports: events, output, NCCL's log, heartbeat,
+                          an error
     rank_spec.py          The driver's request for a rank -> the complete spec of its process, on
                           its node
     recorded_end.py       How a rank ended, and the newest state, of a run whose agents do not

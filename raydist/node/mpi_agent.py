@@ -8,22 +8,18 @@ rank; that process passes the rank's MPI variables to this agent, and ends as th
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from raydist.messages.agent import Open, Opened, ProcessEnd, RankEnd, StartRank
 from raydist.messages.mpirun import (
-    DaemonRequest,
     EndLaunchAgent,
     MpirunEnded,
     NextDaemons,
@@ -31,10 +27,10 @@ from raydist.messages.mpirun import (
     RunMpirun,
 )
 from raydist.messages.request import Request
-from raydist.messages.server import ProgramSpec, SignalProcess
-from raydist.messages.wire import PACKET
+from raydist.messages.server import ProgramSpec
 from raydist.node import mpi_child, mpi_install, mpi_segments
 from raydist.node.agent import RankAgent
+from raydist.node.mpi_listener import MpirunListener, RankChild, end_child, readable
 from raydist.shared.errors import LaunchError
 
 ABANDONED_S = 1.0
@@ -49,23 +45,6 @@ PMI_LOST = "PMIU_write error"
 """MPICH's error in a rank whose process manager ended because another rank called MPI_Abort."""
 
 
-@dataclass(frozen=True)
-class RankChild:
-    """The message of mpirun's child for a rank (mpi_child.mpi_rank)."""
-
-    env: dict[str, str]
-    """The variables by which MPI's process manager identifies the rank."""
-    cpus: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LaunchAgent:
-    """The request of mpirun's launch agent for a daemon (mpi_child.agent)."""
-
-    host: str
-    argv: tuple[str, ...]
-
-
 class MpiRankAgent(RankAgent):
     """The agent of one rank under mpirun.
 
@@ -74,13 +53,8 @@ class MpiRankAgent(RankAgent):
 
     def __init__(self) -> None:
         super().__init__()
-        self._listener: socket.socket | None = None
+        self._listener: MpirunListener | None = None
         self._secret = ""
-        self._child: asyncio.Future[RankChild] | None = None
-        self._child_sock: socket.socket | None = None
-        self._daemons: asyncio.Queue[DaemonRequest | None] = asyncio.Queue()
-        self._launch_agents: dict[int, socket.socket] = {}
-        """By descriptor, which identifies the launch agent in messages."""
         self._mpirun_end = ""
         """How mpirun ended; empty while it runs."""
         self._has_daemon = False
@@ -94,9 +68,9 @@ class MpiRankAgent(RankAgent):
             case RunDaemon():
                 return await self.run_daemon(request)
             case NextDaemons():
-                return await self.next_daemons()
+                return await self._listening().next_daemons()
             case EndLaunchAgent():
-                return self.end_launch_agent(request)
+                return self._listening().end_launch_agent(request)
             case MpirunEnded():
                 return self.note_mpirun_ended(request.why)
         return await super().handle(request)
@@ -113,29 +87,27 @@ class MpiRankAgent(RankAgent):
             self._interface = opened.facts.interface
             mpi = {**asdict(self._install), "rdma": mpi_install.rdma_support()}
             opened = replace(opened, facts=replace(opened.facts, mpi=mpi))
-        self._child = asyncio.get_running_loop().create_future()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
-        self._listener.bind(str(self.folder / f"mpi-{self.rank}"))
-        self._listener.listen(1024)
-        self._spawn(self._accept_all(self._listener))
+        path = self.folder / f"mpi-{request.rank}"
+        self._listener = MpirunListener(path, request.secret, self._spawn)
         return opened
 
     async def start(self, request: StartRank) -> int:
         """Wait for mpirun's child, then fork the rank with its variables."""
-        assert self._child is not None, "Open comes before StartRank"
-        child = await self._child
+        child = await self._listening().child
+        self._spawn(self._end_with_child(child))
+        given = child.given
         if request.script.endswith(".py") or request.script.startswith("-m "):
             # The loader reads it at exec only, and this rank is a fork.
-            child.env.pop("LD_LIBRARY_PATH", None)
-        self._mpi_env = child.env
-        # Differs with mpirun's --bind-to.
-        self._cpus = child.cpus if set(child.cpus) != os.sched_getaffinity(0) else None
-        pid = await super().start(request)
-        for descriptor in self._mpi_fds:
-            os.close(descriptor)
-        self._mpi_fds = []
-        return pid
+            env = {**given.env}
+            env.pop("LD_LIBRARY_PATH", None)
+            given = replace(given, env=env)
+        if set(given.cpus or ()) == os.sched_getaffinity(0):  # else mpirun has bound it: --bind-to
+            given = replace(given, cpus=None)
+        try:
+            return await self._start(request, given)
+        finally:
+            for descriptor in given.descriptors:
+                os.close(descriptor)
 
     async def run_mpirun(self, request: RunMpirun) -> ProcessEnd:
         """Run mpirun to its end."""
@@ -168,36 +140,18 @@ class MpiRankAgent(RankAgent):
         self._has_daemon = True
         return await self._execute(argv, {**request.env, **variables})
 
-    async def next_daemons(self) -> list[DaemonRequest]:
-        """Wait for and return the next daemons that mpirun's launch agents request.
-
-        Returns an empty list once mpirun has ended.
-        """
-        daemons = [await self._daemons.get()]
-        while not self._daemons.empty():
-            daemons.append(self._daemons.get_nowait())
-        return [daemon for daemon in daemons if daemon is not None]
-
-    def end_launch_agent(self, request: EndLaunchAgent) -> None:
-        """End a launch agent in the way that the daemon it requested ended."""
-        sock = self._launch_agents.pop(request.agent)
-        end_child(sock, request.end)
-        sock.close()
-
     def note_mpirun_ended(self, why: str) -> None:
         """Note that mpirun has ended and will start no process for this rank any more."""
         self._mpirun_end = why
-        self._daemons.put_nowait(None)
-        if self._child is not None and not self._child.done():
-            self._child.set_exception(LaunchError(why))
-            self._child.exception()  # marks it as retrieved: perhaps no StartRank waits for it
+        if self._listener is not None:
+            self._listener.note_mpirun_ended(why)
 
     async def close(self) -> None:
         """Close as any agent does, and remove the shared memory that killed MPI ranks left."""
         self.note_mpirun_ended("the run is over")
         await super().close()
-        for sock in filter(None, [self._listener, self._child_sock, *self._launch_agents.values()]):
-            sock.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._lead:
             mpi_segments.remove_leftovers(self.born)
 
@@ -223,63 +177,43 @@ class MpiRankAgent(RankAgent):
         end = await asyncio.shield(ended)
         return replace(end, output=last_output(path))
 
-    async def _accept_all(self, listener: socket.socket) -> None:
-        """Accept the connections of mpirun's launch agents, and of its child for this rank."""
-        while True:
-            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-            self._spawn(self._serve(sock))
+    def _listening(self) -> MpirunListener:
+        """Return where mpirun's processes connect, once the agent is open."""
+        assert self._listener is not None, "open() comes first"
+        return self._listener
 
-    async def _serve(self, sock: socket.socket) -> None:
-        """Read the message of a launch agent or of mpirun's child, and keep its connection open.
-
-        The connection closes when the daemon or the rank ends.
-        """
-        await readable(sock)
-        packet, descriptors, _, _ = socket.recv_fds(sock, PACKET, 1)
-        request = parse_request(packet, self._secret)
-        assert self._child is not None, "open made it"
-        if isinstance(request, LaunchAgent):
-            self._launch_agents[sock.fileno()] = sock
-            self._daemons.put_nowait(DaemonRequest(sock.fileno(), request.host, request.argv))
-        elif isinstance(request, RankChild) and not self._child.done():
-            self._child_sock, self._mpi_fds = sock, descriptors
-            self._child.set_result(request)
-            self._spawn(self._end_with_child(sock))
-        else:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            end_child(sock, ProcessEnd(1, 0, 0.0, output="raydist: this is not mpirun's child\n"))
-            sock.close()
-
-    def _note_end(self, pid: int, end: RankEnd) -> None:
-        """Note the end as any agent does, and end mpirun's child likewise.
+    def _explain_end(self, end: RankEnd) -> RankEnd:
+        """Return the end with what MPI says about it, and end mpirun's child likewise.
 
         The child reports the end to mpirun.
         """
-        output = last_output(self.folder / f"rank-{self.rank}.log")
+        output = last_output(Path(f"{self._started().reports.base}.log"))
         if aborted := ABORT.search(output):
             end = replace(end, code=int(aborted[1]), signal=0, lost=aborted[0])
         elif (self._abandoned and end.signal == signal.SIGKILL) or (
             end.code and PMI_LOST in output
         ):
             end = replace(end, by_mpirun=True, lost=self._mpirun_end)
-        if self._child_sock is not None:
-            end_child(self._child_sock, end)
-        super()._note_end(pid, end)
+        end_child(self._listening().child.result().sock, end)
+        return end
 
-    async def _end_with_child(self, sock: socket.socket) -> None:
+    async def _end_with_child(self, child: RankChild) -> None:
         """Wait until mpirun ends its child, then end the rank too.
 
         mpirun ends the child once a rank fails or calls MPI_Abort.
         """
-        await readable(sock)
-        sock.close()
+        await readable(child.sock)
+        child.sock.close()
         # With Open MPI the rank that calls MPI_Abort ends with its code. With MPICH it waits to be
         # killed, and soon continues.
-        await self._wait_end(ABANDONED_S if "PMIX_RANK" in self._mpi_env else ABANDONED_S / 4)
-        if self._end is None and self.pid:
+        seconds = ABANDONED_S if "PMIX_RANK" in child.given.env else ABANDONED_S / 4
+        if self._process is None:  # being forked
+            await asyncio.sleep(seconds)
+        else:
+            await self._process.wait_end(seconds)
+        if self._process is not None and self._process.running:
             self._abandoned = True
-            self._server.send(SignalProcess(self.pid, signal.SIGKILL))
+            self._process.kill()
 
 
 def last_output(path: Path) -> str:
@@ -290,36 +224,3 @@ def last_output(path: Path) -> str:
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - OUTPUT))
         return log.read(OUTPUT).decode(errors="replace")
-
-
-async def readable(sock: socket.socket) -> None:
-    """Wait until the socket has something to read, or its other end is closed."""
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)
-
-
-def parse_request(packet: bytes, secret: str) -> RankChild | LaunchAgent | None:
-    """Return the message of a process that has connected.
-
-    None if its secret is wrong, or it is malformed.
-    """
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        fields = json.loads(packet)
-        if not secrets.compare_digest(str(fields.get("secret", "")).encode(), secret.encode()):
-            return None
-        if "env" in fields:
-            return RankChild(fields["env"], tuple(fields["cpus"]))
-        return LaunchAgent(fields["host"], tuple(fields["argv"]))
-    return None
-
-
-def end_child(sock: socket.socket, end: ProcessEnd) -> None:
-    """Tell a process of mpirun how to end; it may be gone."""
-    with contextlib.suppress(OSError):
-        sock.send(
-            json.dumps({"code": end.code, "signal": end.signal, "output": end.output}).encode()
-        )

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from raydist.messages.agent import StartRank
@@ -21,19 +22,23 @@ CALL = "call"
 """The file of the pickled function, in the folder of the node."""
 
 
-def complete_spec(
-    request: StartRank,
-    folder: Path,
-    error_file: Path | None,
-    mpi_env: Mapping[str, str],
-    mpi_cpus: tuple[int, ...] | None,
-) -> RankSpec:
+@dataclass(frozen=True)
+class FromMpirun:
+    """What a rank gets from mpirun; without mpirun, nothing."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables; those that the driver planned override them."""
+    cpus: tuple[int, ...] | None = None
+    """The CPUs to which mpirun binds the rank."""
+    descriptors: tuple[int, ...] = ()
+    """Descriptors besides those of the log, the channel and the heartbeat."""
+
+
+def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSpec:
     """Return the driver's request, completed with the paths and variables of this node.
 
-    `folder`: the run's on this node. `error_file`: where a program, if the job is one, writes its
-    exception. `mpi_env`, `mpi_cpus`: the variables that mpirun sets for the rank, and the CPUs to
-    which it binds the rank. Raises ConfigError if another user of this node may have put the job's
-    folder or its code there.
+    `folder`: the run's on this node. Raises ConfigError if another user of this node may have put
+    the job's folder or its code there.
     """
     cwd = request.cwd if os.path.isdir(request.cwd) else os.getcwd()
     if request.driver != machine_id():
@@ -41,9 +46,9 @@ def complete_spec(
     planned = cache_folder.fill_in(
         {name: value.replace(RANK_FOLDER, str(folder)) for name, value in request.env.items()}
     )
-    env = {**os.environ, env_names.SCRATCH: str(folder), **mpi_env, **planned}
-    if error_file is not None:
-        env["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    env = {**os.environ, env_names.SCRATCH: str(folder), **given.env, **planned}
+    if request.script:
+        env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"rank-{request.rank}.error.json")
     return RankSpec(
         rank=request.rank,
         env=env,
@@ -54,7 +59,7 @@ def complete_spec(
         sys_path=rank_search_path(request.sys_path),
         value=str(folder / f"rank-{request.rank}.value"),
         call=str(folder / CALL) if request.call else None,
-        cpus=mpi_cpus or request.cpus,
+        cpus=given.cpus or request.cpus,
     )
 
 

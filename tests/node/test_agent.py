@@ -30,6 +30,7 @@ from raydist.messages.agent import (
     Opened,
     RankActivity,
     RankEnd,
+    RankNews,
     RankValue,
     RecordedError,
     StartRank,
@@ -310,8 +311,8 @@ def test_only_the_newest_report_of_another_rank_than_0_is_kept(
 
     async def run_and_read() -> list[EventJson]:
         await start(agent, job, rank=1)
-        while agent._end is None:
-            await asyncio.sleep(0.01)
+        while await agent.handle(Examine()) is not None:
+            pass
         return (await follow(agent)).events
 
     reports = [event["step"] for event in node.run(run_and_read()) if event["kind"] == "report"]
@@ -539,6 +540,41 @@ def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(
     assert (history.end.code, history.end.signal, history.end.told) == (0, 0, False)
 
 
+def test_what_still_waits_for_an_attempt_gets_nothing_of_the_next_one(
+    node: Node, agent: RankAgent
+) -> None:
+    """The end of a rank that was taken for lost had the heartbeat of the next process: step 0."""
+
+    def hold_the_channel() -> None:
+        import raydist
+
+        child = os.fork()
+        if not child:
+            os.setsid()
+            time.sleep(300)
+            os._exit(0)
+        while os.getsid(child) != child:  # in the session of the rank it would end with it
+            time.sleep(0.01)
+        raydist.report(step=1, child=child)
+        time.sleep(300)
+
+    async def start_twice() -> tuple[int, RankNews, int, History]:
+        await start(agent, hold_the_channel)
+        report = (await follow(agent, until="report")).events[-1]
+        waiting = asyncio.create_task(agent.handle(GetNews(TIMEOUT_S)))
+        await asyncio.sleep(0)
+        second = await start(agent, lambda: None)
+        return int(report["values"]["child"]), await waiting, second, await follow(agent)
+
+    child, news, second, history = node.run(start_twice())
+    os.kill(child, signal.SIGKILL)
+    assert news.end is not None
+    assert (news.end.signal, news.end.step, news.events) == (signal.SIGKILL, 1, [])
+    assert [event["pid"] for event in history.events if event["kind"] == "joined"] == [second]
+    assert history.end is not None
+    assert (history.end.code, history.end.signal) == (0, 0)
+
+
 def test_an_agent_whose_process_cannot_be_killed_is_not_open(
     node: Node, agent: RankAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -546,8 +582,8 @@ def test_an_agent_whose_process_cannot_be_killed_is_not_open(
     pid = node.run(start(agent, report_and_sleep))
     node.run(follow(agent, until="report"))
     with monkeypatch.context() as kernel:
-        kernel.setattr("raydist.node.agent.STOP_S", 0.2)
-        kernel.setattr("raydist.node.agent.DYING_S", 0.2)
+        kernel.setattr("raydist.node.rank_process.STOP_S", 0.2)
+        kernel.setattr("raydist.node.rank_process.DYING_S", 0.2)
         send = ForkClient.send
 
         def send_no_signal(self: ForkClient, message: Any, *rest: Any) -> None:
@@ -656,8 +692,8 @@ def test_a_fork_server_that_is_stopped_is_told_of_and_ended_when_it_is_in_the_wa
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its rank had finished, or was to be stopped, and its end was not reported for minutes."""
-    monkeypatch.setattr("raydist.node.agent.SERVER_S", 1.0)
-    monkeypatch.setattr("raydist.node.agent.STOP_S", 0.5)
+    monkeypatch.setattr("raydist.node.rank_process.SERVER_S", 1.0)
+    monkeypatch.setattr("raydist.node.rank_process.STOP_S", 0.5)
     monkeypatch.setattr("raydist.node.fork_client.PING_S", 0.2)
     go = tmp_path / "go"
 

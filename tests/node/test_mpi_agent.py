@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raydist.messages.agent import Open, ProcessEnd, StartRank
-from raydist.messages.mpirun import EndLaunchAgent, MpirunEnded, RunDaemon
+from raydist.messages.mpirun import EndLaunchAgent, MpirunEnded, NextDaemons, RunDaemon
 from raydist.node import mpi_child
 from raydist.node.mpi_agent import MpiRankAgent, last_output
 from raydist.shared.errors import LaunchError
@@ -58,7 +58,7 @@ def test_a_launch_agent_ends_as_its_daemon_does() -> None:
         launched = await child(
             agent, "agent", "-x", "node1", '"/opt/bin/hydra_pmi_proxy"', "--proxy-id", "1"
         )
-        (daemon,) = await agent.next_daemons()
+        (daemon,) = await agent.handle(NextDaemons())
         assert (daemon.host, daemon.argv) == (
             "node1",
             ('"/opt/bin/hydra_pmi_proxy"', "--proxy-id", "1"),
@@ -79,7 +79,7 @@ def test_a_process_without_the_secret_is_refused(words: tuple[str, ...]) -> None
         _, output = await stranger.communicate()
         assert (stranger.returncode, output) == (1, b"raydist: this is not mpirun's child\n")
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(agent.next_daemons(), 0.2)
+            await asyncio.wait_for(agent.handle(NextDaemons()), 0.2)
 
     with_agent(work)
 
@@ -87,7 +87,7 @@ def test_a_process_without_the_secret_is_refused(words: tuple[str, ...]) -> None
 def test_a_second_child_of_the_same_rank_is_refused() -> None:
     async def work(agent: MpiRankAgent) -> None:
         first = await child(agent, "rank", PMI_RANK="0")
-        while not (agent._child is not None and agent._child.done()):
+        while not (agent._listener is not None and agent._listener.child.done()):
             await asyncio.sleep(0.01)
         second = await child(agent, "rank", PMI_RANK="0")
         assert await second.wait() == 1
@@ -107,7 +107,7 @@ def test_malformed_messages_are_ignored(caplog: pytest.LogCaptureFixture) -> Non
                 knock.send(packet)
             knock.close()
         launched = await child(agent, "agent", "node0", "true")
-        assert [daemon.host for daemon in await agent.next_daemons()] == ["node0"]
+        assert [daemon.host for daemon in await agent.handle(NextDaemons())] == ["node0"]
         launched.kill()
         await launched.wait()
 

@@ -11,7 +11,7 @@ import pytest
 from raydist.messages.agent import StartRank
 from raydist.messages.server import RankSpec
 from raydist.node.fork_launcher import safe_search_path
-from raydist.node.rank_spec import complete_spec
+from raydist.node.rank_spec import FromMpirun, complete_spec
 from raydist.settings.config import Job, as_dict
 from raydist.shared.arguments import seen_from
 from raydist.shared.errors import ConfigError
@@ -85,7 +85,7 @@ def spec(
         rank=0, env={}, job=job, argv=(program,), script=program, cwd=str(cwd), sys_path=(str(cwd),),
         nccl_aloud=False, nccl_strict=False, driver=driver,
     )  # fmt: skip
-    return complete_spec(request, Path("/nowhere"), None, {}, None)
+    return complete_spec(request, Path("/nowhere"), FromMpirun())
 
 
 @requires_root

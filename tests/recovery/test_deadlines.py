@@ -8,7 +8,7 @@ import pytest
 
 from raydist.launch.limits import ANSWER_S
 from raydist.messages.agent import DYING_S
-from raydist.node import agent
+from raydist.node import rank_process
 from raydist.recovery.deadlines import (
     VICTIM_S,
     answer_interval,
@@ -60,4 +60,4 @@ def test_agents_answer_less_often_in_long_runs_and_with_many_ranks(
 
 
 def test_a_start_waits_longer_than_the_agent_for_a_process_that_does_not_end() -> None:
-    assert agent.STOP_S + DYING_S < ANSWER_S, "the driver would take the agent for silent"
+    assert rank_process.STOP_S + DYING_S < ANSWER_S, "the driver would take the agent for silent"

@@ -1,0 +1,300 @@
+"""One start of a rank: its process, from the fork to the end that is reported. (actor)"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raydist.messages.agent import (
+    DYING_S,
+    ProcessEnd,
+    RankActivity,
+    RankEnd,
+    RankNews,
+    RecordedError,
+    StartRank,
+)
+from raydist.messages.rank import Activity, HoldRank
+from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
+from raydist.node import oom
+from raydist.node.fork_client import ForkClient
+from raydist.node.processes import main_stack, process_state
+from raydist.node.rank_channel import RankChannel
+from raydist.node.rank_reports import RankReports
+from raydist.node.writer import Writer
+from raydist.shared.errors import LaunchError
+from raydist.worker.heartbeat import STACKS_SIGNAL, heartbeat_page
+
+if TYPE_CHECKING:
+    from raydist.shared.kinds import EventJson
+
+EXAMINE_S = 0.6
+"""Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a
+second."""
+STOP_S = 3.0
+"""Limit on the wait for a rank's end after SIGKILL. The driver gives up after 5 s
+(launch.limits.SILENT_S)."""
+SERVER_S = 10.0
+"""Seconds after which a fork server that is needed but does not answer is killed."""
+ANSWER_S = 3.0
+"""Seconds that a busy rank has to answer. A signal handler that interrupts its Python code may
+crash it."""
+
+
+class ForkedRank(NamedTuple):
+    """A rank's process that has just been forked."""
+
+    pid: int
+    ended: asyncio.Future[ProcessEnd]
+    channel: socket.socket
+    """The agent's end of the channel."""
+    reports: RankReports
+
+
+async def fork_process(
+    server: ForkClient, request: StartRank, spec: RankSpec, descriptors: Sequence[int]
+) -> ForkedRank:
+    """Have the server fork a rank, and remove what its previous start has left.
+
+    `descriptors`: further ones, for the rank. Raises OSError if the server can't fork.
+    """
+    beat = heartbeat_page()
+    reports = RankReports(Path(spec.value).parent, request, beat)
+    agent_end, rank_end = socket.socketpair()
+    log = os.open(f"{reports.base}.log", os.O_WRONLY | os.O_APPEND)
+    try:
+        pid, ended = await server.fork(spec, [log, rank_end.fileno(), beat, *descriptors])
+    finally:
+        for descriptor in (log, beat):
+            os.close(descriptor)
+        rank_end.close()
+    return ForkedRank(pid, ended, agent_end, reports)
+
+
+class RankProcess:
+    """One start of a rank.
+
+    The next start of the rank is another object, which nothing that comes late from this process,
+    and no request that still waits for it, can reach.
+    """
+
+    def __init__(
+        self,
+        forked: ForkedRank,
+        server: ForkClient,
+        writer: Writer,
+        explain: Callable[[RankEnd], RankEnd],
+    ) -> None:
+        """`explain`: returns the end with what the agent knows about its cause."""
+        self.pid = forked.pid
+        self.reports = forked.reports
+        self.channel = RankChannel(forked.channel, self._add_event)
+        self.end: RankEnd | None = None
+        self._server, self._writer, self._explain = server, writer, explain
+        self._oom_count = oom.read_count(self.pid)
+        """The kernel's count of OOM kills when the rank started."""
+        self._stopping = False
+        self._told = False
+        """See RankEnd.told."""
+        self._watching = asyncio.create_task(self._await_end(forked.ended))
+
+    @property
+    def running(self) -> bool:
+        return self.end is None
+
+    def release(self) -> None:
+        """Stop to listen to the process: a child of it may hold the channel open."""
+        self.channel.reading.cancel()
+        self._watching.cancel()
+
+    async def news(self, patience: float) -> RankNews:
+        """Return new events, log bytes, the heartbeat and its age, and last of all the rank's end.
+
+        Waits `patience` seconds so that one reply carries many events. An end, or its cause, is
+        reported at once.
+        """
+        try:
+            return await self._read_news(patience)
+        except Exception as error:
+            return self._end_without_news(error)
+
+    async def _read_news(self, patience: float) -> RankNews:
+        await self.reports.wait(patience)
+        end, server_quiet = self.end, self._server.quiet()
+        if server_quiet > SERVER_S and self._saving():
+            self._server.end_server()
+        if end is not None:
+            readers = {self.channel.reading, *filter(None, [self._writer.reading])}
+            # A child of the rank may still hold the other end.
+            await asyncio.wait(readers, timeout=0.5)
+        elif why := self.reports.nccl.refusal():
+            self._end_refused(why)
+        return self.reports.read(end, server_quiet)
+
+    async def examine(self) -> RankActivity | None:
+        """Return what the rank's process is doing now; None if it has ended.
+
+        That is its state, the CPU it uses, its stacks and its last collectives.
+
+        If a rank does not answer because native code holds the GIL, a signal makes it write its
+        main thread's stack: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
+        can't be read is empty.
+        """
+        if not self.running:
+            return None
+        state, before = process_state(self.pid)
+        self.channel.ask_activity()
+        await asyncio.sleep(EXAMINE_S)
+        state, after = process_state(self.pid)
+        answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
+        while self.channel.activity is None and time.monotonic() < answer_by:
+            await asyncio.sleep(0.05)
+        told = self.channel.activity
+        if told is None:
+            send_signal = partial(self._send_signal, STACKS_SIGNAL)
+            stacks = Path(f"{self.reports.base}.value.stacks")
+            told = Activity(await main_stack(self.pid, stacks, send_signal), ())
+        busy = (after - before) / EXAMINE_S
+        beat = self.reports.beat()
+        return RankActivity(self.pid, state, busy, told.stack, told.collectives, beat)
+
+    async def hold(self, request: HoldRank) -> int:
+        """Ask the rank to pause after its current step, and return that step.
+
+        Raises LaunchError if the rank has ended.
+        """
+        if not self.running:
+            raise LaunchError("the rank has ended")
+        return await self.channel.hold(request)
+
+    async def stop(self, grace: float) -> None:
+        """Send SIGTERM, then SIGKILL after `grace` seconds, and wait for the end.
+
+        Without grace, send SIGKILL at once.
+        """
+        self._stopping = True
+        self._told |= self.running and not self.reports.raised
+        if grace and self.running:
+            self._send_signal(signal.SIGTERM)
+            await self.wait_end(grace)
+        if self.running:
+            self.kill()
+            self._server.quiet(0.0)
+            await self.wait_end(STOP_S)
+        if self.running and self._server.quiet() >= STOP_S:
+            self._server.end_server()
+            await self.wait_end(1)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send_signal(signal.SIGKILL)
+
+    async def has_ended(self) -> bool:
+        """Report whether the process has ended. Waits for the end of one that was just killed."""
+        await self.wait_end(STOP_S)
+        return not self.running
+
+    async def make_way(self) -> None:
+        """Kill the process, if it still runs, and wait for its end: the next start is to follow.
+
+        It runs if the driver considered the rank lost, for example because the agent did not answer
+        in time. Two processes would share the GPU, the snapshot memory and the log. Raises
+        LaunchError if it can't be killed.
+        """
+        if self.running:
+            await self.stop(0.0)
+            await self.wait_end(DYING_S)
+        if self.running:
+            state, _ = process_state(self.pid)
+            raise LaunchError(
+                f"process {self.pid} of the previous attempt did not end after SIGKILL (its "
+                f"state is {state}): "
+                "see dmesg on the node for the disk or the device that it waits for"
+            )
+
+    async def wait_end(self, seconds: float) -> None:
+        """Wait at most `seconds` for the end of the rank."""
+        until = time.monotonic() + seconds
+        while self.running and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+
+    def _send_signal(self, number: int) -> None:
+        self._server.send(SignalProcess(self.pid, number))
+
+    def _add_event(self, event: EventJson) -> None:
+        """Keep an event of the rank for the driver, or do what it requests."""
+        if event["kind"] == "save":
+            self._writer.start(WriteCheckpoint(last=False))
+        else:
+            self.reports.add(event)
+
+    def _saving(self) -> bool:
+        """Return whether ranks wait for a checkpoint.
+
+        They wait for its writer, or for the fork server to report that the writer has ended.
+        """
+        _, phase, at = self.reports.beat()
+        return self._writer.busy or (phase == "save" and time.time() - at > SERVER_S)
+
+    def _end_refused(self, why: str) -> None:
+        """Kill the rank because a setting forbids it to continue.
+
+        Add the event that the rank would have sent if it had raised a LaunchError.
+        """
+        self.kill()
+        self.reports.events.append(
+            {
+                "t": time.time(),
+                "kind": "raised",
+                "rank": self.reports.rank,
+                "type": "LaunchError",
+                "message": why,
+                "traceback": "",
+                "step": self.reports.beat()[0],
+            }
+        )
+
+    def _end_without_news(self, error: Exception) -> RankNews:
+        """Kill the rank because its news can't be read, and return the error as the rank's end.
+
+        If the request itself failed, the driver would consider the agent lost and replace it.
+        """
+        if self.running:
+            self.kill()
+        beat, message = self.reports.beat(), f"its agent can't read its news: {error}"
+        recorded = RecordedError(type(error).__name__, message, traceback.format_exc())
+        end = RankEnd(1, 0, time.time(), step=beat[0], phase=beat[1], error=recorded)
+        return RankNews((), b"", b"", beat, 0.0, (0, 0.0, 0.0), 0.0, end, sent=time.time())
+
+    async def _await_end(self, ended: asyncio.Future[ProcessEnd]) -> None:
+        either: set[asyncio.Future[Any]] = {ended, self.channel.reading}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        # The rank has closed its socket, as it does when it ends: the server should report the end.
+        while not ended.done():
+            await asyncio.wait({ended}, timeout=1.0)
+            if not ended.done() and self._server.quiet() > SERVER_S:
+                self._server.end_server()
+        self._note_end(RankEnd(**vars(ended.result())))
+
+    def _note_end(self, end: RankEnd) -> None:
+        end = replace(self._explain(end), told=self._told)
+        if not self._stopping and (end.code or end.signal):
+            killed = end.signal == signal.SIGKILL and not end.lost
+            why, by_kernel = (
+                oom.oom_verdict(self.pid, self._oom_count)
+                if killed
+                else (oom.killed_beside(self._oom_count), False)
+            )
+            end = replace(end, why=why, oom="kernel" if by_kernel else "")
+        self.end = end
+        self.reports.due.set()
+        self.channel.note_end()

@@ -1,0 +1,101 @@
+"""What one start of a rank reports: events, output, NCCL's log, heartbeat, an error. (actor)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raydist.messages.agent import RankEnd, RankNews, StartRank
+from raydist.node import nccl_output
+from raydist.node.nccl_output import NcclLog
+from raydist.node.output_file import OutputFile
+from raydist.node.processes import recorded_error
+from raydist.worker.heartbeat import BEAT_PAGE, read_beat, read_compute_time, read_pauses
+
+if TYPE_CHECKING:
+    from raydist.shared.kinds import EventJson
+
+LOG_CHUNK = 1 << 20
+"""Maximum bytes of a rank's output in one reply."""
+
+
+class RankReports:
+    """What one start of a rank reports, until the driver has got it."""
+
+    def __init__(self, folder: Path, request: StartRank, beat: int) -> None:
+        """Remove what an earlier start has left. `beat`: the descriptor of the rank's heartbeat."""
+        self.rank = request.rank
+        self.base = folder / f"rank-{request.rank}"
+        """The path of the rank's files without their endings."""
+        for kind in ("value", "value.error", "value.end", "error.json"):
+            Path(f"{self.base}.{kind}").unlink(missing_ok=True)
+        self.nccl = NcclLog(
+            Path(f"{self.base}.nccl"), aloud=request.nccl_aloud, strict=request.nccl_strict
+        )
+        self._log = OutputFile(Path(f"{self.base}.log"))
+        self._error_file = Path(f"{self.base}.error.json") if request.script else None
+        self._beat = mmap.mmap(beat, BEAT_PAGE)
+        self.events: list[EventJson] = []
+        self.due = asyncio.Event()
+        """Whether the driver should get the reports now."""
+        self.raised = False
+        """Whether the rank has reported an exception."""
+
+    def add(self, event: EventJson) -> None:
+        """Keep an event for the driver.
+
+        Of consecutive reports of a rank other than 0, only the newest is kept.
+        """
+        kind = event["kind"]
+        self.raised |= kind == "raised"
+        if kind == "report" and self.rank and self.events and self.events[-1]["kind"] == "report":
+            self.events[-1] = event
+        else:
+            self.events.append(event)
+        if kind in ("raised", "joined", "left", "save_shards"):
+            self.due.set()
+
+    def take_events(self) -> list[EventJson]:
+        """Return the events that have not been taken."""
+        events, self.events = self.events, []
+        return events
+
+    async def wait(self, patience: float) -> None:
+        """Wait until the driver should get the reports, at most `patience` seconds."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.due.wait(), patience)
+        self.due.clear()
+
+    def read(self, end: RankEnd | None, server_quiet: float) -> RankNews:
+        """Return what is new, and the rank's end once all of its output has been read.
+
+        `server_quiet`: as in RankNews.
+        """
+        log = self._log.read(LOG_CHUNK)
+        events = self.take_events()
+        nccl = self.nccl.news()
+        more = len(log) == LOG_CHUNK or len(nccl) == nccl_output.CHUNK
+        if more:
+            self.due.set()
+        step, phase, at = beat = self.beat()
+        if end is not None:
+            error = recorded_error(self._error_file)
+            end = None if more else replace(end, step=step, phase=phase, error=error)
+        quiet = time.time() - at if at else 0.0
+        work, pauses = read_compute_time(self._beat), read_pauses(self._beat)
+        return RankNews(
+            events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time()
+        )
+
+    def beat(self) -> tuple[int, str, float]:
+        """Return the last heartbeat: step, phase, seconds since the epoch."""
+        return read_beat(self._beat)
+
+    def nccl_text(self) -> str:
+        """Return NCCL's log."""
+        return nccl_output.read_nccl_output(Path(f"{self.base}.nccl"), Path(f"{self.base}.log"))
