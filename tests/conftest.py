@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from raydist.launch import warm_server
-from tests import programs
+from tests import durations, programs
 from tests.leftovers import Session
 
 ROOT = Path(__file__).parent.parent
@@ -72,9 +72,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.basetemp = chosen or session.folder / "t"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the slowest files first on each worker of pytest-xdist: hosts, Ray, ranks. Quick tests
-    fill the end."""
+    """Mark the tests of tests/slow.txt.
+
+    Run the slowest files first on each worker of pytest-xdist: hosts, Ray, ranks. Quick
+    tests fill the end.
+    """
+    slow = durations.slow()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
     if not hasattr(config, "workerinput"):
         return
     marks: dict[Path, set[str]] = defaultdict(set)

@@ -56,6 +56,7 @@ REFUSED = {
 """Choices and commands that must be refused with 2: a pattern for `N ranks: WORDS`, and why."""
 FAILS = {
     r"job=cifar10": "torchvision knows the checksums of its files, which can't be made",
+    r"^[234] ranks: .*job=broken\.py": "the page breaks it",
     r"^[234] ranks: parallel=tp$": "a job may plan the layers of its model: only the ranks know "
     "whether it does",
 }
@@ -127,6 +128,8 @@ def write_files(folder: Path) -> None:
         r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
     programs = dict.fromkeys(("FILE.py", "package/module.py", "pkg/train.py", "train.py"), TRAIN)
+    wrong = '    if raydist.rank().rank == 1:\n        hidden = "64"\n'
+    programs["broken.py"] = example.replace("    net = ", f"{wrong}    net = ")
     programs |= {"mine.py": example, "solve.py": SUM, "command": "#!/bin/sh\necho rank $RANK\n"}
     programs["a.out"] = f"#!{sys.executable}\n{SUM.replace('sys.argv[1:]', '[]')}"
     for name, text in programs.items():
@@ -159,7 +162,7 @@ def assert_ends(program: Program, expected: int) -> None:
     assert code == expected, program.screen
     if code == 0:
         return
-    assert re.search(r"(^e|ConfigE)rror: ", program.screen, re.MULTILINE), program.screen
+    assert re.search(r"(^e|\wE)rror: ", program.screen, re.MULTILINE), program.screen
     if code == 2:
         assert not started(program), program.screen
 

@@ -50,7 +50,7 @@ MADE_SMALL = {
     r"model\.size=1b": "model.size=1m",
     r"context=2048": "context=64 job.args.sample=1",
     r"=(COMMAND|nvidia-smi)$": "=./command",
-    r"train\.(epochs=5|steps=10000)": "train.steps=2",
+    r"train\.(epochs=(5|150)|steps=10000)": "train.steps=2",
     r"FOLDER": "runs",
     r"sweep\.trials=\d+": "sweep.trials=2",
     r"sweep\.min_steps=\d+": "sweep.min_steps=1",
