@@ -154,7 +154,7 @@ def printer(every_s: float) -> Callable[[Event], None]:
 
     def emit(event: Event) -> None:
         nonlocal last
-        if context.rank().rank != 0:
+        if isinstance(event, kinds.OfRank | kinds.Warning) and event.rank:
             return
         if isinstance(event, kinds.Report) and event.step != event.values.get("steps", event.step):
             if time.monotonic() - last < every_s:

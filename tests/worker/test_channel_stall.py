@@ -54,7 +54,7 @@ def test_a_signal_handler_may_report_while_its_thread_sends(
     try:
         for _ in range(4):
             rank.emit(
-                event("raised", text="x" * 300_000)
+                event("raised", message="x" * 300_000)
             )  # more than the socket takes: it waits there
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
