@@ -57,7 +57,7 @@ test-all: test  ## the same with its coverage, then the slow tests: what CI runs
 	$(RUN) coverage report
 	$(RUN) $(TESTS) -m slow
 
-# Horovod is built (3 minutes, then from a cache) on one core while mypy is at work on the other.
+# Horovod is built (3 minutes, then from a cache) on one core while mypy runs on the other.
 checks: lint
 	$(MAKE) --no-print-directory --jobs=2 types horovod-or-not
 
