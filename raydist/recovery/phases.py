@@ -32,7 +32,10 @@ class Running(Phase):
 
 @dataclass(frozen=True)
 class Finishing(Phase):
-    """A rank has finished, and the others are about to: none is moved for a drain any more."""
+    """A rank has finished, and the others are about to: they make way for no other nodes.
+
+    A rank that has ended agrees on no common step, and the others would pause until it does.
+    """
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def advance(
             joined = phase.joined if isinstance(phase, Quiescing) else ""
             record = replace(record, drain=happening)
             return Quiescing(record, min(due, now + happening.share_s), joined), RequestQuiesce()
-        case ((Running() | Finishing() | Quiescing()), NodesJoined(text)):
+        case ((Running() | Quiescing()), NodesJoined(text)):
             return Quiescing(record, due, text), RequestQuiesce()
         case Quiescing(AttemptRecord(drain=DrainNotice() as drain)), (Quiesced() | TimePassed()):
             stop = Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)

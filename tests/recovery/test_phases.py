@@ -83,6 +83,7 @@ ALL = [
         (Running(), FINISHED, Finishing(), None),
         (Finishing(), FINISHED, Finishing(), None),
         (Finishing(), DRAIN, Finishing(), None),
+        (Finishing(), NodesJoined(GROWTH), Finishing(), None),
         # A failure: at once, or after what may have caused it.
         (Running(), KILLED, Failing(due=NOW), None),
         (Finishing(), KILLED, Failing(due=NOW), None),

@@ -395,6 +395,23 @@ def test_a_rank_that_fails_while_its_node_is_drained_is_a_failure(
     assert trial.kinds("stop")[0]["cause"] == "failure"
 
 
+def test_a_run_whose_first_rank_has_finished_does_not_grow(tmp_path: Path, often: None) -> None:
+    """The others were stopped, and all ranks started once more."""
+    checks: list[str] = []
+
+    def growth() -> str:
+        checks.append("3 nodes now, 2 before" if trial.kinds("ended") else "")
+        return checks[-1]
+
+    with Trial(tmp_path, script="train.py", reserve=SimpleNamespace(growth=growth)) as trial:
+        trial.end(1)
+        wait_until(lambda: len([*filter(None, checks)]) > 1, "the growth is reported")
+        trial.end(0)
+        assert ways(trial) == ["finished", "finished"]
+        assert trial.supervisor.resize == ""
+    assert trial.group.stops == []
+
+
 def test_ranks_of_a_program_make_way_for_more_nodes_at_once(tmp_path: Path, often: None) -> None:
     with Trial(
         tmp_path, script="train.py", reserve=SimpleNamespace(growth=lambda: "3 nodes now, 2 before")
