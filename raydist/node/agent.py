@@ -68,7 +68,9 @@ if TYPE_CHECKING:
 
 
 class RankAgent:
-    """The agent of one rank.
+    """The agent of one rank: what stays the same through all attempts of a run.
+
+    A RankProcess has the rest: each attempt gets a new one.
 
     The driver sends Open, StartRank, GetNews …, StopRank, Close, in this order.
     """

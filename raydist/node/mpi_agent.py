@@ -59,6 +59,7 @@ class MpiRankAgent(RankAgent):
         """How mpirun ended; empty while it runs."""
         self._has_daemon = False
         self._abandoned = False
+        """Whether the agent has killed the rank because mpirun had ended its child."""
 
     async def handle(self, request: Request[Any]) -> Any:
         """Answer a request of the driver, including those about mpirun."""
