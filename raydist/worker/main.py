@@ -8,7 +8,6 @@ import ctypes
 import faulthandler
 import json
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -191,7 +190,7 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
 
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback without raydist's frames before the job's own."""
-    own_files = (__file__, target.__file__, program.__file__, runpy.__file__, "<frozen runpy>")
+    own_files = (__file__, target.__file__, program.__file__)
     while (
         frames is not None
         and frames.tb_next is not None

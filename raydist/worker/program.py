@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import importlib.util
 import io
 import os
 import random
-import runpy
 import shutil
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import NoReturn
 
@@ -42,7 +42,7 @@ def run_script(script: str, args: Sequence[str]) -> None:
     if sys.version_info < (3, 14):
         main.__dict__["__annotations__"] = {}  # noqa: RUF063 - it is set here, not read
     if script.startswith("-m "):
-        run_module(script[3:].strip(), args)
+        run_module(script[3:].strip(), args, main)
     else:
         run_file(script, args, main)
 
@@ -91,12 +91,43 @@ def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
     exec(code, main.__dict__)
 
 
-def run_module(name: str, args: Sequence[str]) -> None:
+def run_module(name: str, args: Sequence[str], main: ModuleType) -> None:
     """Run `python -m name args`."""
     sys.argv = ["-m", *args]
     sys.orig_argv = [sys.executable, "-m", name, *args]
     sys.path.insert(0, os.getcwd())
-    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+    spec = find_program(name)
+    get_code = getattr(spec.loader, "get_code", None)
+    if get_code is None or (code := get_code(spec.name)) is None:  # an extension module
+        raise ProgramNotFound(f"{name} on {socket.gethostname()} is no module of Python code")
+    sys.argv[0] = str(spec.origin)
+    facts = {
+        "__file__": spec.origin,
+        "__cached__": spec.cached,
+        "__spec__": spec,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+    }
+    # Not runpy.run_module: it forgets `main` at the end of the code, when threads and exit
+    # functions of the program still pickle its classes.
+    main.__dict__.update(facts)
+    exec(code, main.__dict__)
+
+
+def find_program(name: str) -> ModuleSpec:
+    """Return the module that `python -m name` runs: of a package, that is its `__main__`."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # a package lacks something else
+            raise
+        spec = None
+    if spec is None:
+        raise ProgramNotFound(f"there is no module {name} on {socket.gethostname()}: {ADVICE}")
+    return spec
 
 
 def execute(argv: Sequence[str]) -> NoReturn:

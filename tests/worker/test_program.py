@@ -18,6 +18,7 @@ from raydist.flow import run_job
 from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.shared.errors import RunFailed
+from raydist.worker import program
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 INLINE = ("group=inline", "watch.progress=none", "watch.output=none")
@@ -130,6 +131,32 @@ def test_processes_of_a_program_return_objects_of_its_classes(
 def test_so_they_may_where_the_program_is_a_module(tmp_path: Path) -> None:
     (tmp_path / "own_classes.py").write_text((SCRIPTS / "own_classes.py").read_text())
     assert logs(run("-m own_classes", "args=pool spawn", scale="1x1")) == ["pool spawn: 0 1 4 9\n"]
+
+
+def test_a_module_is_the_main_one_until_the_process_ends(tmp_path: Path) -> None:
+    """Threads and exit functions of a program may pickle objects of its classes."""
+    (tmp_path / "late.py").write_text(
+        "import atexit, pickle, sys, threading, time\n"
+        "class Own: pass\n"
+        "def show(who):\n"
+        "    print(who, type(pickle.loads(pickle.dumps(Own()))) is Own, sys.argv[0])\n"
+        "atexit.register(show, 'exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), show('thread'))).start()\n"
+    )
+    file = tmp_path / "late.py"
+    assert logs(run("-m late", scale="1x1")) == [f"thread True {file}\nexit True {file}\n"]
+
+
+def test_a_module_that_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for package, source in (("empty_of_main", ""), ("lacks_one", "import no_such_library")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(source)
+    for name in ("no_such.module", "empty_of_main"):
+        with pytest.raises(program.ProgramNotFound, match=f"there is no module {name}"):
+            program.find_program(name)
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        program.find_program("lacks_one")
 
 
 @pytest.mark.parametrize("how", ["end", "code", "text", "raise", "hook", "terminated"])
