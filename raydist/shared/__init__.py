@@ -5,7 +5,7 @@ Imports nothing else from raydist. Defines the data types that driver, nodes and
     arguments.py          Replace placeholders in a program's arguments: `--rank {rank}` gets each
                           rank's value
     cgroup.py             The cgroups of a process, and the memory that is left in them
-    ending.py             End a process without the interpreter's teardown: a command, or a fork
+    ending.py             End a process: a command, or a fork without the interpreter's teardown
     env_names.py          Names of the environment variables that raydist sets for its processes, or
                           reads
     errors.py             The errors that end a run, and the exit code of each. All can be pickled

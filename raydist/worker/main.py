@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -11,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, NoReturn
 from raydist.messages.server import ProgramSpec, RankSpec
 from raydist.messages.wire import decode
 from raydist.settings import config
-from raydist.shared import kinds
+from raydist.shared import ending, kinds
 from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
 
@@ -228,15 +226,19 @@ def end_process(code: int, whole: bool = False) -> NoReturn:
     `whole`: run all of an interpreter's finalization, also after a failure (for scripts). A failed
     job just exits.
     """
-    with contextlib.suppress(BaseException):
-        if whole:
-            program.finish(code)
-        elif code == 0:
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code & 0xFF)
+    try:
+        try:
+            if whole:
+                program.finish(code)
+            elif code == 0:
+                ending.run_exit_functions(code)
+        except BaseException:  # in the rank's log, where a person looks for output that is missing
+            traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a full disk; the job has closed it
+                stream.flush()
+    finally:
+        os._exit(code & 0xFF)
 
 
 def main() -> NoReturn:

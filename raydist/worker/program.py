@@ -155,7 +155,7 @@ def restore_signals() -> None:
 
 def finish(code: int) -> None:
     """Finalize as an interpreter does. `code`: the exit code."""
-    finalize()
+    finalize(code)
     if code == 0:  # after a failure the other ranks do not call MPI_Finalize
         leave_mpi()
 

@@ -110,3 +110,68 @@ main()
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
     assert (tmp_path / "file").read_text() == "not closed"
+
+
+FORK = """
+import atexit, os, sys, threading, time
+from types import SimpleNamespace
+from raydist.shared import ending
+from raydist.worker import main, program
+
+whole, hidden = sys.argv[1] == "script", sys.argv[2]
+for name in ("threading", "atexit"):  # this Python has no such private name
+    module = getattr(ending, name)
+    public = {key: value for key, value in vars(module).items() if f"{name}.{key}" != hidden}
+    setattr(ending, name, SimpleNamespace(**public))
+try:
+    child = os.fork()
+    if child == 0:
+        atexit.register(print, "exit function")
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        file = open("file", "w")
+        file.write("not closed")
+        print("job")
+        main.end_process(4 if whole else 0, whole=whole)
+finally:
+    print("parent", flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("hidden", ["none", "threading._shutdown", "atexit._run_exitfuncs"])
+@pytest.mark.parametrize(("kind", "code"), [("job", 0), ("script", 4)])
+def test_a_fork_does_what_an_interpreter_does_last_in_every_python(
+    tmp_path: Path, kind: str, code: int, hidden: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, kind, hidden],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = done.stdout.splitlines()
+    assert [*sorted(lines[:4])] == ["exit function", "job", "parent", "thread"]
+    assert lines[4:] == [str(code)]
+    assert done.stderr == ""
+    if kind == "script":
+        assert (tmp_path / "file").read_text() == "not closed"
+
+
+def test_an_exit_function_that_fails_is_shown_and_the_others_are_called() -> None:
+    code = """
+import atexit, threading
+from raydist.shared import ending
+from raydist.worker import main
+
+atexit.register(print, "other")
+atexit.register(lambda: 1 / 0)
+ending.threading = type("Interrupted", (), {"_shutdown": staticmethod(lambda: int("signal"))})
+main.end_process(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "other\n"
+    assert "ZeroDivisionError" in done.stderr
+    assert "ValueError: invalid literal" in done.stderr
