@@ -32,6 +32,7 @@ from raydist.worker import context
 from raydist.worker.backends import ddp
 from raydist.worker.backends.ddp import DDPComm
 from raydist.worker.groups import new_mesh
+from raydist.worker.torch_private import multiply_all
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class ShardedComm(DDPComm):
             torch.nn.utils.get_total_norm(parts) ** 2 / copies for copies, parts in alike.items()
         ]
         total = self.sum(sum(own, torch.zeros((), device=self.device))).sqrt()
-        torch._foreach_mul_(
+        multiply_all(
             [part for parts in alike.values() for part in parts],
             (norm / (total + 1e-6)).clamp(max=1),
         )

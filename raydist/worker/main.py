@@ -180,7 +180,12 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
     if job.watch.slow and "torch" in sys.modules:
         from raydist.worker import step_timer
 
-        step_timer.time_steps_of_process(channel.note_compute_time)
+        lacks = step_timer.time_steps_of_process(channel.note_compute_time)
+        if lacks and context.rank().rank == 0:
+            context.warn(
+                f"torch {sys.modules['torch'].__version__} has no DistributedDataParallel."
+                f"{lacks[0]}: slow ranks are not named"
+            )
         garbage.measure_pauses(channel.note_pauses)
     if job.train.gc:
         garbage.collect_together(job.train.gc)

@@ -21,7 +21,7 @@ from raydist.shared import env_names, kinds
 from raydist.shared.errors import RaydistError
 from raydist.shared.kinds import Event
 from raydist.state import object_store, run_checkpoints
-from raydist.worker import backends, context, garbage, target
+from raydist.worker import backends, context, garbage, target, torch_private
 
 PATH_BYTES = 4096
 """PATH_MAX of Linux."""
@@ -98,7 +98,7 @@ def run_standalone(function: Callable[..., Any], job: Job) -> Any:
         # torch's optimizers import it in their first step. If that happens while a DDP model
         # exists, the process group is never freed, and gloo's threads may abort this process as it
         # exits ("terminate called without an active …").
-        import torch._dynamo  # noqa: F401
+        torch_private.import_dynamo()
     context.enter(
         context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None)
     )

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from raydist.worker.torch_private import FORWARD_BEGINS, FORWARD_ENDS
+
 NEWEST = 64
 """Steps over which the median is taken: one step that also saves or evaluates does not make a rank
 slow."""
@@ -108,17 +110,19 @@ def seconds_between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
-def time_steps_of_process(note: NoteComputeTime) -> None:
-    """Time all further steps of this process."""
-    from torch.nn.parallel import DistributedDataParallel
+def time_steps_of_process(note: NoteComputeTime) -> list[str]:
+    """Time all further steps of this process; return the methods that this torch lacks for it."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     timer = StepTimer(note)
     register_optimizer_step_pre_hook(lambda *_: timer.end_step())
-    _wrap_method(DistributedDataParallel, "_pre_forward", timer.pause, timer.resume)
-    _wrap_method(DistributedDataParallel, "_post_forward", timer.pause, None)
-    if horovod := sys.modules.get("horovod.torch.optimizer"):
-        _wrap_method(horovod._DistributedOptimizer, "synchronize", timer.pause, timer.end_step)
+    _wrap_method(DDP, FORWARD_BEGINS, timer.pause, timer.resume)
+    _wrap_method(DDP, FORWARD_ENDS, timer.pause, None)
+    horovod = sys.modules.get("horovod.torch.optimizer")
+    if optimizer := getattr(horovod, "_DistributedOptimizer", None):
+        _wrap_method(optimizer, "synchronize", timer.pause, timer.end_step)
+    return [name for name in (FORWARD_BEGINS, FORWARD_ENDS) if not hasattr(DDP, name)]
 
 
 def _wrap_method(
@@ -136,7 +140,7 @@ def _wrap_method(
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not waits_for_others(self, name):
             return method(self, *args, **kwargs)
-        before(name != "_pre_forward")
+        before(name != FORWARD_BEGINS)
         result = method(self, *args, **kwargs)
         if after is not None:
             after()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
     import torch
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+
+FORWARD_BEGINS, FORWARD_ENDS = "_pre_forward", "_post_forward"
+"""Methods of DistributedDataParallel around the forward pass of its module."""
 
 
 class Recorder(NamedTuple):
@@ -84,6 +90,23 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode()
 
 
+def import_dynamo() -> None:
+    """Import what torch's optimizers otherwise import in their first step."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")
+
+
+def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place: on a GPU in a few kernels, in place of one for each tensor."""
+    import torch
+
+    if multiply := getattr(torch, "_foreach_mul_", None):
+        multiply(tensors, factor)
+        return
+    for each in tensors:
+        each.mul_(factor)
+
+
 def set_timeout(group: Any, limit: timedelta) -> None:
     """Set how long an operation of a process group may take.
 
@@ -103,9 +126,12 @@ def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
     """
     from torch.distributed.pipelining import ScheduleGPipe
 
-    made = ScheduleGPipe(stage, max(count, stage.num_stages))
-    made._n_microbatches = count
-    return made
+    try:
+        return ScheduleGPipe(stage, count)
+    except ValueError:
+        made = ScheduleGPipe(stage, stage.num_stages)
+        made._n_microbatches = count
+        return made
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
@@ -115,10 +141,10 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """
     if (
         not scaler.is_enabled()
-        or (scale := scaler._scale) is None
-        or (tracker := scaler._growth_tracker) is None
+        or (scale := getattr(scaler, "_scale", None)) is None
+        or (tracker := getattr(scaler, "_growth_tracker", None)) is None
     ):
-        return scaler.state_dict()  # it was never used
+        return scaler.state_dict()  # it was never used, or this torch has other names
     return {
         "scale": scale,
         "growth_factor": scaler.get_growth_factor(),

@@ -3,14 +3,16 @@ longer."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raydist.messages.rank import Collective, TellActivity
 from raydist.messages.wire import encode
-from raydist.settings.config import Backend, Job
+from raydist.settings.config import Backend, Job, Train
 from raydist.worker import stacks, torch_private
 from raydist.worker.channel import Channel
 from tests.ranks import run_ranks
@@ -145,3 +147,54 @@ def test_rank_0_warns_once_of_a_missing_recorder(
     warnings = [each["text"] for each in received if each.get("kind") == "warning"]
     assert len(warnings) == count
     assert all("TypeError: _dump_fr_trace_json()" in text for text in warnings)
+
+
+def without_ddps_methods(job: Job) -> list[str]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from raydist.worker import main
+
+    for name in (torch_private.FORWARD_BEGINS, torch_private.FORWARD_ENDS):
+        delattr(DistributedDataParallel, name)
+    channel: Any = SimpleNamespace(note_compute_time=None, note_pauses=None)
+    main.watch_steps(Job(train=Train(gc=0)), channel)
+    return []
+
+
+def test_a_torch_in_which_steps_are_not_timed_is_named(tmp_path: Path) -> None:
+    first, second = run_ranks(2, GLOO, without_ddps_methods, tmp_path)
+    assert (first.error, second.error) == ("", "")
+    (warning,) = [each for each in first.events if each["kind"] == "warning"]
+    assert (
+        "has no DistributedDataParallel._pre_forward: slow ranks are not named" in warning["text"]
+    )
+    assert not [each for each in second.events if each["kind"] == "warning"]
+
+
+class FlatScaler:
+    """A GradScaler of a torch that has other names for its tensors."""
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": 2.0}
+
+
+def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for without in (False, True):
+        if without:
+            monkeypatch.delattr(torch, "_foreach_mul_")
+            for module in ("torch._dynamo", "torch._subclasses.fake_tensor"):
+                monkeypatch.setitem(sys.modules, module, None)
+        tensors = [torch.ones(2), torch.ones(3)]
+        torch_private.multiply_all(tensors, torch.tensor(0.5))
+        assert [each.tolist() for each in tensors] == [[0.5] * 2, [0.5] * 3]
+        torch_private.import_dynamo()
+        with torch_private.fake_tensors():
+            made = torch.ones(2)
+        assert made.device.type == ("meta" if without else "cpu")
+    scaler: Any = FlatScaler()
+    assert torch_private.scaler_state(scaler) == {"scale": 2.0}
