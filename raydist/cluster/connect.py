@@ -109,10 +109,9 @@ def end_local_ray() -> None:
     global _local_cpus, _reaper
     import ray
 
-    node = ray_private.current_node()
-    if _local_cpus and node is not None:
-        ray_private.kill_on_shutdown(node)
-        ray.shutdown()
+    if _local_cpus and ray.is_initialized():
+        with ray_private.killed_on_shutdown():
+            ray.shutdown()
     if _reaper is not None:
         # This line makes it kill Ray's agents now. Closing its input would not: processes that this
         # program has forked keep it open.
@@ -214,7 +213,8 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
             address="local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder), **quiet
         )
     _local_cpus = cpus
-    _reaper = local_ray.reaper(ray_private.started_processes())
+    if started := ray_private.started_processes():
+        _reaper = local_ray.reaper(started)
 
 
 def alive_nodes() -> list[Node]:

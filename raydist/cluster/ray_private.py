@@ -1,12 +1,12 @@
 """Every use of Ray's private API: Ray has no public API for these. (driver)
 
-`OPTIONAL` lists the parts that a run can do without: if the installed Ray lacks one, the run warns
-once and continues.
+A part is looked up by its path when it is used. `OPTIONAL` lists the parts that a run can do
+without: if the installed Ray lacks one, the run warns once and continues. For any other part it is
+a LaunchError that names the part.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import importlib
@@ -14,8 +14,7 @@ import logging
 import os
 import socket
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,9 +22,7 @@ from urllib.parse import quote
 from raydist.cluster import local_ray
 from raydist.shared.errors import LaunchError
 
-SHUTDOWN_IMPORTS = "ray.dag.compiled_dag_node:_shutdown_all_compiled_dags"
-"""The part that ray.shutdown imports, in 0.05 s."""
-SERIALIZERS = "ray.util:serialization_addons"
+SERIALIZERS = "ray.util.serialization_addons:apply"
 LOG_EVERY_S = 0.5
 """Seconds between two reads of a growing log by Ray."""
 CONNECT_S = 30.0
@@ -37,22 +34,34 @@ NODE_MESSAGES, NODE_STUBS = (
     "ray.core.generated.node_manager_pb2",
     "ray.core.generated.node_manager_pb2_grpc",
 )
+POPEN = f"{SERVICES}:ConsolePopen"
+"""What starts each process of Ray."""
+KILL = "ray._private.node:Node.kill_all_processes"
+STARTED = "ray._private.worker:_global_node.all_processes"
+NOT_NEEDED = tuple(
+    f"ray._private.node:Node.{name}"
+    for name in ("start_monitor", "start_log_monitor", "start_api_server")
+)
+"""What starts services that a Ray for one program does not need.
+
+They are the autoscaler, the forwarder of workers' output, and the dashboard's process. They take
+2 s of CPU, out of the 4.5 s of a Ray that is started for one program, while torch is being imported
+at the same time.
+"""
 OPTIONAL = {
     f"{STATE}:state.get_draining_nodes": "raydist notices a drained node only when it is gone",
     f"{STATE}:state.get_cluster_config": "raydist reads the autoscaler's node types from its file",
     f"{NODE_MESSAGES}:PrestartWorkersRequest": "the actors of a further run take half a second "
     "longer to start",
-    f"{SERIALIZERS}.apply": "each command takes a fifth of a second longer",
-    f"{SERVICES}:ConsolePopen": "a signal to the whole process group ends Ray before the ranks",
+    SERIALIZERS: "each command takes a fifth of a second longer",
+    POPEN: "a signal to the whole process group ends Ray before the ranks",
+    KILL: "a Ray that raydist started takes a second longer to end",
+    STARTED: "processes of a Ray that raydist started may outlive it by a minute",
+    **dict.fromkeys(NOT_NEEDED, "a Ray that raydist starts uses two more seconds of CPU"),
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
-NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Methods of Ray's Node for services that a Ray for one program does not need.
-
-They start the autoscaler, the forwarder of workers' output, and the dashboard's process. They take
-2 s of CPU, out of the 4.5 s of a Ray that is started for one program, while torch is being imported
-at the same time.
-"""
+WORKING_DIRS = "/working_dir_files/"
+"""A part of the path of each folder that Ray unpacks for a working_dir."""
 
 
 def find_part(path: str) -> Any:
@@ -66,13 +75,26 @@ def find_part(path: str) -> Any:
 
 def require(path: str) -> Any:
     """Return the object at `module:attribute`; LaunchError if this Ray lacks it."""
+    if (part := find_part(path)) is None:
+        raise missing(path)
+    return part
+
+
+def missing(path: str) -> LaunchError:
+    """Return the error for a part that this Ray lacks."""
     import ray
 
-    if (part := find_part(path)) is None:
-        raise LaunchError(
-            f"ray {ray.__version__} has no {path}, which raydist needs: pip install -U raydist ray"
-        )
-    return part
+    return LaunchError(
+        f"ray {ray.__version__} has no {path}, which raydist needs: pip install -U raydist ray"
+    )
+
+
+def raylet_pid(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the process id of the raylet that started this process; 0 if it is no worker of Ray.
+
+    Does not import Ray.
+    """
+    return int(environ.get("RAY_RAYLET_PID", "0"))
 
 
 def missing_parts() -> list[str]:
@@ -100,8 +122,12 @@ async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIter
     `follow`: continue with what is added to it, until the connection breaks. FileNotFoundError: no
     such file; another OSError: the connection broke.
     """
-    import aiohttp  # hardly any command needs it
+    import asyncio  # hardly any command needs these
 
+    import aiohttp
+
+    if (headers := getattr(client, "_headers", None)) is None:  # with the token
+        raise missing("JobSubmissionClient._headers")
     kind = f"stream?interval={LOG_EVERY_S}&" if follow else "file?"
     address = (
         f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
@@ -109,9 +135,7 @@ async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIter
     limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     try:
         async with (
-            aiohttp.ClientSession(
-                headers=client._headers, timeout=limits, trust_env=True
-            ) as session,
+            aiohttp.ClientSession(headers=headers, timeout=limits, trust_env=True) as session,
             session.get(address) as reply,
         ):
             if reply.status >= 400:  # Ray answers 500 if there is no such file
@@ -139,26 +163,13 @@ def keep_alive(reply: Any) -> None:
 
 def log_folder() -> Path:
     """Return the log folder of the Ray on this machine to which this process is connected."""
-    return Path(current_node().get_logs_dir_path())
-
-
-def current_node() -> Any:
-    """Return the ray._private.node.Node that this process started or is connected through.
-
-    None without a connection.
-    """
-    return find_part("ray._private.worker:_global_node")
+    return Path(require("ray._private.worker:_global_node.get_logs_dir_path")())
 
 
 def started_processes() -> list[int]:
     """Return the process ids of the Ray that this process started."""
-    return [info.process.pid for infos in current_node().all_processes.values() for info in infos]
-
-
-def own_actor() -> str:
-    """Return the id of the actor that this process is, in hex; empty if it is none."""
-    actor = require("ray._private.worker:global_worker").actor_id
-    return "" if actor.is_nil() else str(actor.hex())
+    started = find_part(STARTED) or {}
+    return [info.process.pid for infos in started.values() for info in infos]
 
 
 def is_dead(actor: str) -> bool:
@@ -211,12 +222,11 @@ def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] 
 
     `excludes`: patterns as in .gitignore.
     """
-    worker = require("ray._private.worker:global_worker")
     connect_kv()
     uploaded = require("ray._private.runtime_env.working_dir:upload_working_dir_if_needed")(
         {"working_dir": folder, "excludes": [*excludes]},
         include_gitignore=include_gitignore,
-        scratch_dir=worker.node.get_runtime_env_dir_path(),
+        scratch_dir=require("ray._private.worker:global_worker.node.get_runtime_env_dir_path")(),
     )
     return str(uploaded["working_dir"])
 
@@ -229,37 +239,50 @@ def few_processes_in_own_sessions() -> Iterator[None]:
     process group. If that ended the GCS, every call of Ray would wait for a minute, and Ray would
     then abort this process.
     """
-    services, node = importlib.import_module(SERVICES), find_part("ray._private.node:Node")
     with contextlib.ExitStack() as stack:
-        if popen := getattr(services, "ConsolePopen", None):
-            stack.enter_context(
-                replaced(services, "ConsolePopen", functools.partial(popen, start_new_session=True))
-            )
-        for name in NOT_NEEDED:
-            if hasattr(node, name):
-                stack.enter_context(replaced(node, name, lambda self, **_: None))
+        if popen := find_part(POPEN):
+            stack.enter_context(replaced(POPEN, functools.partial(popen, start_new_session=True)))
+        for path in NOT_NEEDED:
+            stack.enter_context(replaced(path, lambda self, **_: None))
         yield
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give this attribute another value while the block runs."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
+def replaced(path: str, value: Any) -> Iterator[None]:
+    """Give the part at a path another value while the block runs, if this Ray has the part."""
+    if (original := find_part(path)) is None:
+        yield
+        return
+    replace(path, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        replace(path, original)
 
 
-def kill_on_shutdown(node: Any) -> None:
-    """Make ray.shutdown() kill the processes of a Node that this process started.
+def replace(path: str, value: Any) -> None:
+    """Give the part at a path, which this Ray has, another value."""
+    module, _, names = path.partition(":")
+    *owners, name = names.split(".")
+    setattr(functools.reduce(getattr, owners, importlib.import_module(module)), name, value)
+
+
+@contextlib.contextmanager
+def killed_on_shutdown() -> Iterator[None]:
+    """Make ray.shutdown() kill the processes that this program started, inside the block.
 
     By default Ray ends them one after the other and waits for each: more than a second, when Ctrl-C
     allows two.
     """
-    end = node.kill_all_processes
-    node.kill_all_processes = lambda **_: end(check_alive=False, allow_graceful=False)
+    kill = find_part(KILL)
+
+    def kill_at_once(node: Any, **how: Any) -> None:
+        if "allow_graceful" in how:
+            how["allow_graceful"] = False
+        kill(node, **how)
+
+    with replaced(KILL, kill_at_once):
+        yield
 
 
 def quiet_loggers() -> None:
@@ -325,22 +348,14 @@ def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -
             )
 
 
-def import_for_shutdown() -> None:
-    """Import what ray.shutdown imports, in a thread.
-
-    This happens while the process waits anyway, not when a person waits for its end.
-    """
-    threading.Thread(target=find_part, args=(SHUTDOWN_IMPORTS,), daemon=True).start()
-
-
 def skip_serializers() -> None:
     """Keep Ray from importing pydantic and pyarrow into this process.
 
     The process sends and receives only raydist's messages. Ray imports them before the first
     message, in case it contains their objects: 0.08 s each, in driver and actor.
     """
-    if (addons := find_part(SERIALIZERS)) is not None:
-        addons.apply = lambda context: None
+    if find_part(SERIALIZERS) is not None:
+        replace(SERIALIZERS, lambda context: None)
 
 
 def change_job_entry(

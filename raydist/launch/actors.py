@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from raydist.cluster import ray_private
 from raydist.cluster.placement import Plan
 from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
@@ -69,7 +68,6 @@ class Actors:
         self.plan = plan
         self.set_plan(plan)
         self.start(slot.rank for slot in plan.slots if slot.local_rank == 0)
-        ray_private.import_for_shutdown()  # while they start
 
     def set_plan(self, plan: Plan) -> None:
         """Assign the ranks as this plan does."""

@@ -146,7 +146,7 @@ def steered_group(job: Job, request: ResourceRequest, address: str, events: Even
 
     If there is room, it avoids nodes that were lost or slow in other runs.
     """
-    if ray_private.own_actor():
+    if own_actor():
         remove_orphans()
     with node_history.avoiding_offenders(
         job, request, remaining_nodes(), address, events
@@ -173,12 +173,19 @@ def remove_orphans() -> None:
                 remove_placement_group(get_placement_group(each["name"]))
 
 
+def own_actor() -> str:
+    """Return the id of the actor that this process is, in hex; empty if it is none."""
+    import ray
+
+    return ray.get_runtime_context().get_actor_id() or ""
+
+
 def group_name() -> str:
     """Return a name that tells remove_orphans() which actor created the group.
 
     Empty in a driver: its groups end with it.
     """
-    actor = ray_private.own_actor()
+    actor = own_actor()
     return f"{NAME}{uuid.uuid4().hex[:8]}-of-{actor}" if actor else ""
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raydist.cluster import ray_private
 from raydist.network.names import MALLOC
 from raydist.node.left_folders import remove_left_folders
 from raydist.shared.errors import LaunchError
@@ -176,7 +177,7 @@ def own_search_path() -> list[str]:
     """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     lasting = [
-        os.path.abspath(each) for each in entries if each and "/working_dir_files/" not in each
+        os.path.abspath(each) for each in entries if each and ray_private.WORKING_DIRS not in each
     ]
     return [str(Path(__file__).parents[2]), *lasting]
 

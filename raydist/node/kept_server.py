@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raydist.cluster import ray_private
 from raydist.messages.agent import Open
 from raydist.messages.server import (
     BeginRun,
@@ -118,7 +119,7 @@ def obtain(
         if server := claim(folder):
             return server
     end_surplus()
-    folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", os.environ.get("RAY_RAYLET_PID", "1")
+    folder, guard = where / f"{name}-{uuid.uuid4().hex[:6]}", str(ray_private.raylet_pid() or 1)
     for _ in range(2):
         # The last server may just have removed the folder that contains all of them.
         with contextlib.suppress(FileNotFoundError):

@@ -3,54 +3,160 @@ missing."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import raydist
-from raydist.cluster import ray_private
+from raydist.cluster import connect, gcs, ray_private
+from raydist.launch import runtime_env
 from raydist.shared.errors import LaunchError
 from tests.conftest import ROOT
 from tests.records import read_events
 
 
-def test_no_other_file_reaches_into_ray() -> None:
+def private_uses(file: Path) -> list[str]:
+    """The private modules and names of Ray and torch that a file imports or reads."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Import():
+                names += [each.name for each in node.names]
+            case ast.ImportFrom():
+                names += [f"{node.module}.{each.name}" for each in node.names]
+            case ast.Attribute():
+                names.append(ast.unparse(node))
+    inner = re.compile(r"(ray|torch)\.([\w.]*\.)?_(?!_)")
+    return [name for name in names if inner.match(name)]
+
+
+def test_no_other_file_reaches_into_ray_or_torch() -> None:
     parts = ("ray._private", "ray.core", "ray._raylet", "ray.experimental.internal_kv", "torch._C")
     reach = {
         path.name
         for path in (ROOT / "raydist").rglob("*.py")
-        if any(part in path.read_text() for part in parts)
+        if private_uses(path) or any(part in path.read_text() for part in parts)
     }
     assert reach == {"ray_private.py", "torch_private.py"}
 
 
+def hide(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
+    """Take these private parts away from raydist, as a Ray without them does."""
+    find_part = ray_private.find_part
+    monkeypatch.setattr(
+        ray_private, "find_part", lambda path: None if path in hidden else find_part(path)
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("on_ray")
 def test_this_ray_lacks_nothing() -> None:
     assert ray_private.missing_parts() == []
-    assert all(
-        ray_private.find_part(f"ray._private.node:Node.{name}") for name in ray_private.NOT_NEEDED
-    )
 
 
-def test_what_shutdown_imports_is_imported_before() -> None:
-    code = """
-import sys, threading, ray
+@pytest.mark.ray
+@pytest.mark.usefixtures("on_ray")
+@pytest.mark.parametrize("part", ray_private.OPTIONAL)
+def test_each_optional_part_may_be_missing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    hide(monkeypatch, part)
+    assert [text.partition(":")[2] for text in ray_private.missing_parts()] == [
+        f"{part.partition(':')[2]}: {ray_private.OPTIONAL[part]}"
+    ]
+    (node,) = ray.nodes()
+    assert ray_private.draining_nodes() == {}
+    assert ray_private.cluster_config() is None
+    assert ray_private.started_processes() == []
+    connect.keep_workers({node["NodeID"]: 0}, 1.0)
+    with ray_private.few_processes_in_own_sessions(), ray_private.killed_on_shutdown():
+        pass
+    ray_private.skip_serializers()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("on_ray")
+def test_a_needed_part_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
+) -> None:
+    worker = "ray._private.worker:global_worker"
+    needed: dict[str, Callable[[], object]] = {
+        f"{ray_private.STATE}:available_resources_per_node": connect.alive_nodes,
+        f"{ray_private.STATE}:actors": lambda: ray_private.is_dead("f" * 32),
+        f"{ray_private.SERVICES}:canonicalize_bootstrap_address": connect.running_address,
+        "ray._private.worker:_global_node.get_logs_dir_path": ray_private.log_folder,
+        f"{worker}.node.get_runtime_env_dir_path": lambda: runtime_env.upload(str(tmp_path)),
+        "ray._private.runtime_env.working_dir:upload_working_dir_if_needed": lambda: (
+            runtime_env.upload(str(tmp_path))
+        ),
+        "ray.experimental.internal_kv:_internal_kv_initialized": ray_private.connect_kv,
+        "ray.experimental.internal_kv:_internal_kv_get": lambda: ray_private.internal_kv("key"),
+        "ray._private.grpc_utils:init_grpc_channel": lambda: gcs.answers(ray_address),
+        f"{ray_private.STUBS}:NodeInfoGcsServiceStub": lambda: gcs.answers(ray_address),
+        f"{ray_private.MESSAGES}:CheckAliveRequest": lambda: gcs.answers(ray_address),
+        "ray._private.accelerators.nvidia_gpu:NvidiaGPUAcceleratorManager": ray_private.count_gpus,
+    }
+    for part, function in needed.items():
+        function()
+        with monkeypatch.context() as without:
+            hide(without, part)
+            with pytest.raises(LaunchError, match=re.escape(f"has no {part}, which raydist needs")):
+                function()
+
+
+def test_a_client_without_a_token_for_logs_is_named() -> None:
+    async def read() -> None:
+        async for _ in ray_private.read_log(object(), "node", "file", follow=False):
+            pass
+
+    with pytest.raises(LaunchError, match=r"has no JobSubmissionClient\._headers"):
+        asyncio.run(read())
+
+
+BARE = """
+import os, sys, raydist
 from raydist.cluster import ray_private
-ray_private.import_for_shutdown()
-for each in threading.enumerate():
-    if each.daemon:
-        each.join()
-before = {*sys.modules}
-ray.shutdown()
-print([name for name in sys.modules if name not in before])
+
+def pids():
+    return os.getppid()
+
+if __name__ == "__main__":
+    find_part = ray_private.find_part
+    ray_private.find_part = lambda path: None if path in ray_private.OPTIONAL else find_part(path)
+    done = raydist.run(pids, "scale=1x2", "group=ray", "watch.progress=none")
+    print(done.status, os.environ.get("RAY_ADDRESS", "started"), flush=True)
 """
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_program_works_on_a_ray_without_any_optional_part(
+    tmp_path: Path, ray_address: str, joined: bool
+) -> None:
+    (tmp_path / "bare.py").write_text(BARE)
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "bare.py"],
+        cwd=tmp_path,
+        env={**env, "RAY_ADDRESS": ray_address} if joined else env,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert done.stdout == "[]\n"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"finished {ray_address if joined else 'started'}" in done.stdout
+    (file,) = tmp_path.glob("runs/*/*/events.jsonl")
+    texts = [each["text"] for each in read_events(file) if each["kind"] == "warning"]
+    assert len([text for text in texts if " has no " in text]) == len(ray_private.OPTIONAL)
 
 
 ACTORS = """
@@ -144,7 +250,7 @@ def test_each_part_answers(on_ray: Path, ray_address: str) -> None:
     from ray.experimental import internal_kv
 
     (node,) = ray.nodes()
-    assert ray_private.current_node() is not None
+    assert ray_private.log_folder().is_dir()
     assert ray_private.default_address() == ray_address
     assert set(ray_private.free_resources()) == {node["NodeID"]}
     assert ray_private.free_resources()[node["NodeID"]]["CPU"] <= 4

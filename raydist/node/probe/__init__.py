@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from raydist.cluster import ray_private
 from raydist.network.facts import Facts as Facts
 from raydist.node.probe import cpus, hca, machine, nics
 from raydist.shared import sysfs
@@ -74,7 +75,7 @@ def site_environment(environ: Mapping[str, str], root: Path = Path("/")) -> dict
     """
     found = {name: value for name, value in sorted(environ.items()) if SITE.fullmatch(name)}
     # Ray sets OMP_NUM_THREADS in its workers (set_omp_num_threads_if_unset).
-    if "RAY_RAYLET_PID" in environ:
+    if ray_private.raylet_pid(environ):
         first = sysfs.read_text(root / "proc/self/environ").split("\0")
         if not any(each.startswith("OMP_NUM_THREADS=") for each in first):
             found.pop("OMP_NUM_THREADS", None)
