@@ -2,7 +2,8 @@
 
 A fork copies an entry for each page, and the end of the child frees them. A process that has
 imported torch has 280 MB in 70,000 pages of 4 KB. Its fork takes 9 to 18 ms, and the end of its
-child as long; with huge pages each takes a seventh of that.
+child as long; with huge pages each takes a fifth of that. The forks are made one after the other,
+so it is a tenth of a restart of two ranks (0.22 s), and more of one of eight.
 """
 
 from __future__ import annotations

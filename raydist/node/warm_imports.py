@@ -45,7 +45,9 @@ def import_modules(modules: Sequence[str]) -> Warm:
 def keep_operators() -> None:
     """Stop torch from deregistering its operators when a rank exits.
 
-    Deregistering them takes 0.1 s of CPU in each rank, and only helps a process that continues.
+    Deregistering them only helps a process that continues, and takes 0.05 to 0.1 s of CPU in each
+    rank: with 16 ranks on 2 cores, a third of a further command (0.98 s). Nothing public lists the
+    finalizers; in a Python without the private list, the operators are deregistered.
     """
     for each in list(getattr(weakref.finalize, "_registry", ())):
         alive = each.peek()

@@ -25,7 +25,11 @@ MAPS = """\
 7fff00000000-7fff00400000 rw-p 00000000 00:00 0                          [stack]
 """
 BLOCK = """
+import sys
+from raydist.node import huge_pages
 from raydist.node.huge_pages import collapse, scattered
+if sys.argv[1:] == ["refused"]:
+    huge_pages.MADV_COLLAPSE = 1 << 20  # a kernel that does not know it answers the same
 block = bytearray(range(256)) * (1 << 17)
 for address in scattered():
     collapse(address)
@@ -62,3 +66,7 @@ def test_memory_is_the_same_in_huge_pages() -> None:
         [sys.executable, "-c", BLOCK], capture_output=True, text=True, check=True, timeout=60
     )
     assert huge(done.stdout) >= 28 * 2**20  # of the block's 32 MB
+
+
+def test_a_kernel_without_huge_pages_changes_nothing() -> None:
+    subprocess.run([sys.executable, "-c", BLOCK, "refused"], check=True, timeout=60)
