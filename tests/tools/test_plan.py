@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster import connect, gcs, placement
+from raydist.cluster import connect, gcs, local_ray, placement, ray_private
 from raydist.cluster.nodes import Node, NodeType
 from raydist.network import variables
 from raydist.node import probe
@@ -262,10 +262,11 @@ def test_a_cluster_that_is_gone_is_not_waited_for(
 def test_an_address_that_a_killed_cluster_left_behind_is_no_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ray._private import services
-
     monkeypatch.delenv("RAY_ADDRESS")
-    monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: "127.0.0.1:9")
+    monkeypatch.setattr(local_ray, "outer_folder", lambda: tmp_path)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:9\n")
+    assert ray_private.default_address() == "127.0.0.1:9"
     assert connect.running_address() is None
 
 

@@ -445,14 +445,14 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(
         (warning,) = events
         assert (
             f"step 4 is not on the disk: host-0 does not see what host-1 wrote to {first}; set"
-            in warning["text"]
+            in warning.text
         )
         assert [*first.glob("*"), *second.glob("*"), *first.glob(".*"), *second.glob(".*")] == []
         return
     (saved,) = events
     newest = checkpoint_files.newest(first)
     assert newest is not None
-    assert (saved["kind"], saved["path"], newest.step, newest.sharded) == (
+    assert (saved.kind, saved.path, newest.step, newest.sharded) == (
         "saved",
         str(newest.path),
         4,
@@ -498,7 +498,7 @@ def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(
         {"loss": 0.5},
         {"epoch": 2},
     )
-    assert [each["kind"] for each in events] == (["saved"] if whole else ["warning"] * 2)
+    assert [each.kind for each in events] == (["saved"] if whole else ["warning"] * 2)
     assert not list(tmp_path.glob(".*"))
 
 
