@@ -242,7 +242,6 @@ LARGER = {
     "state.distributed_checkpoint:commit": 8,
     "sweeps.conduct:Conductor": 18,
     "sweeps.conduct:Conductor.__init__": 10,
-    "training.data:order": 7,
     "training.loop:Training": 24,
     "training.loop:_fit": 7,
     "training.loop:fit": 7,

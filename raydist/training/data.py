@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from raydist.settings.config import Data
+from raydist.settings.config import Data, Job
 from raydist.shared.errors import ConfigError
 from raydist.state.snapshot_layout import State
 from raydist.training.tokenizer import BytePairs as BytePairs
@@ -313,16 +313,14 @@ def global_batch(settings: Data, accumulate: int, world_size: int, even: bool = 
 
 
 def order(
-    samples: Sequence[Any] | Dataset[Any],
-    settings: Data,
-    *,
-    accumulate: int,
-    rank: int,
-    world_size: int,
-    seed: int,
-    even: bool = True,
+    samples: Sequence[Any] | Dataset[Any], job: Job, rank: int = 0, world_size: int = 1
 ) -> Order:
-    """Return the order of the training samples. ConfigError: they do not fill one step."""
+    """Return the order of the training samples.
+
+    `rank`, `world_size`: among the ranks that get different samples. ConfigError: the samples do
+    not fill one step.
+    """
+    settings, accumulate, even = job.data, job.train.accumulate, job.scale.max_nodes is None
     size, batch = size_of(samples, "train"), global_batch(settings, accumulate, world_size, even)
     if size < batch:
         fits = size // (accumulate * world_size)
@@ -339,4 +337,4 @@ def order(
         raise ConfigError.of(
             key, value, cause, right if fits else f"scale=1x{max(1, size // accumulate)}"
         )
-    return Order(size, batch, accumulate, rank, world_size, seed, settings.shuffle)
+    return Order(size, batch, accumulate, rank, world_size, job.seed, settings.shuffle)

@@ -298,15 +298,7 @@ def ordered(
     if not data.indexed(train):
         found = stream(train, job, rank, world_size, collate)
         return found, found
-    order = data.order(
-        train,
-        job.data,
-        accumulate=job.train.accumulate,
-        rank=rank,
-        world_size=world_size,
-        seed=job.seed,
-        even=job.scale.max_nodes is None,
-    )
+    order = data.order(train, job, rank, world_size)
     return order, data.loader(train, order, job.data, collate)
 
 

@@ -267,14 +267,7 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
     def portion(job: Job, ranks: int) -> tuple[int, int]:
         resized = attempts.sized(job, 8, ranks, 4)
         parts = mesh_shape(job.parallel, ranks, 4).data
-        order = data.order(
-            samples,
-            resized.data,
-            accumulate=resized.train.accumulate,
-            rank=0,
-            world_size=parts,
-            seed=3,
-        )
+        order = data.order(samples, resized, world_size=parts)
         return order.portion, order.global_batch
 
     assert portion(elastic, 8) == portion(fixed, 8)
@@ -309,20 +302,15 @@ def test_the_least_batch_of_an_elastic_run_counts_ranks_with_samples_of_their_ow
 def test_uneven_portions_are_all_samples_of_a_step_and_weigh_as_much_as_they_are(
     world: int, accumulate: int, batch: int, size: int
 ) -> None:
-    samples, settings = range(size), Data(global_batch=batch)
-    orders = [
-        data.order(
-            samples,
-            settings,
-            accumulate=accumulate,
-            rank=rank,
-            world_size=world,
-            seed=3,
-            even=False,
-        )
-        for rank in range(world)
-    ]
-    whole = data.order(samples, settings, accumulate=1, rank=0, world_size=1, seed=3)
+    samples = range(size)
+    job = Job(
+        data=Data(global_batch=batch),
+        scale=Scale(max_nodes=2),
+        train=Train(accumulate=accumulate),
+        seed=3,
+    )
+    orders = [data.order(samples, job, rank, world) for rank in range(world)]
+    whole = data.order(samples, replace(job, train=Train()))
     ranks = [[part.indices.tolist() for part in order] for order in orders]
     for step, (alone,) in enumerate([part.indices.tolist()] for part in whole):
         parts = [part for own in ranks for part in own[step * accumulate : (step + 1) * accumulate]]

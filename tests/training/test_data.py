@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from raydist.settings.config import Data
+from raydist.settings.config import Data, Job, Train
 from raydist.shared.errors import ConfigError
 from raydist.training import data
 
@@ -188,9 +188,8 @@ def test_loader_workers_get_their_batches_without_the_whole_order(
 
 
 def make(size: int, world: int = 2, accumulate: int = 1, **words: Any) -> data.Order:
-    return data.order(
-        range(size), Data(**words), accumulate=accumulate, rank=0, world_size=world, seed=0
-    )
+    job = Job(data=Data(**words), train=Train(accumulate=accumulate))
+    return data.order(range(size), job, world_size=world)
 
 
 def test_batch_size_is_of_one_rank_and_global_batch_of_all() -> None:
@@ -227,7 +226,7 @@ class Stream(IterableDataset[int]):
 
 def test_a_stream_is_refused() -> None:
     with pytest.raises(ConfigError, match="train=Stream has no length"):
-        data.order(Stream(), Data(), accumulate=1, rank=0, world_size=1, seed=0)
+        data.order(Stream(), Job())
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
