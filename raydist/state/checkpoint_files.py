@@ -114,25 +114,6 @@ class Saved:
             )
         return read_state(self.path)
 
-    def random(self, rank: int, world_size: int) -> Any:
-        """Return the states of a rank's random generators, for `raydist.fit`.
-
-        None: another number of ranks saved them.
-        """
-        drawn = self.state["random"]
-        return drawn[rank] if len(drawn) == world_size else None
-
-
-class MappedState(Saved):
-    """A checkpoint whose state is mapped, to be copied.
-
-    It is read as it is used; the ranks of a node share the pages of the file.
-    """
-
-    @cached_property
-    def state(self) -> State:
-        return read_state(self.path, mapped=True)
-
 
 def load(path: StoragePath) -> State:
     """Return the state of a checkpoint. All tensors are on the CPU.
@@ -147,7 +128,10 @@ def load(path: StoragePath) -> State:
 
 
 def read_state(path: StoragePath, *, mapped: bool = False, of_all: bool = True) -> State:
-    """Read a state as `load` does. `mapped`: as MappedState; `of_all`: as for `local_copy`."""
+    """Read a state as `load` does.
+
+    `mapped`: map the file, and read it as it is used. `of_all`: as for `local_copy`.
+    """
     import torch
 
     with local_copy(path, STATE, of_all) as file:

@@ -5,6 +5,8 @@ of it.
 
     blocks.py             The blocks of a model: the modules that are sharded and compiled one by
                           one
+    checkpointer.py       How the states of a training are kept, saved and found again, by kind of
+                          model
     data.py               The order of the samples, and each rank's share of every batch
     evaluation.py         Metrics over the test samples; each sample counts once, whatever the rank
                           count
@@ -24,6 +26,7 @@ of it.
     parallel.py           Sharded models on a DeviceMesh: fully_shard by blocks, tensor parallelism
                           by plan
     pipeline.py           A model in pipeline stages, over torch.distributed.pipelining
+    rank_model.py         A rank's model: on its device, wrapped by the backend, with its optimizer
     ray_data.py           A ray.data.Dataset for raydist.fit: each rank reads its part of
                           streaming_split
     reshard.py            Shards or a whole state in ranks' memories, read by any number of ranks
@@ -32,8 +35,8 @@ of it.
                           node a copy of them
     sharded_state.py      The sharded state of a model: what is kept and saved of it, and how to
                           restore it
-    snapshotter.py        Snapshots: when to keep one, which one all ranks restore, writing one to
-                          disk
+    snapshot_interval.py  How many steps lie between snapshots, from what a snapshot costs
+    snapshotter.py        Snapshots: keeping one, which one all ranks restore, writing one to disk
     sources.py            Streams and loaders for raydist.fit: sources without an index, and their
                           states
     stages.py             Cuts a model into the stages of a pipeline, at block boundaries
@@ -42,5 +45,7 @@ of it.
     tokenizer.py          Byte-pair encoding: one rank trains the vocabulary, each encodes a part of
                           the text
     tokens.py             Token files on disk as a data set: cut into sequences, read by mmap
+    training_state.py     How far a training is, and its whole state: what is kept, saved and
+                          continued
     waits.py              How long a rank waits for its data, and what to change if that is long
 """

@@ -89,7 +89,10 @@ class Order:
             part = micro * self.world_size + self.rank
             yield self.global_batch * part // parts, self.global_batch * (part + 1) // parts
 
-    kind = "map"  # kind of the source: one of waits.ADVICE
+    @property
+    def kind(self) -> str:
+        """The kind of the source, one of waits.ADVICE."""
+        return "map"
 
     @property
     def more(self) -> bool:
@@ -172,6 +175,15 @@ class EvalSampler:
 
     def __len__(self) -> int:
         return replace(self, rank=0).counted if self.together else self.counted
+
+
+def eval_sampler(samples: Any, order: Order, together: bool) -> EvalSampler:
+    """Return a rank's portions of the test samples, as large as its training portions.
+
+    ConfigError: the samples have no length or no index.
+    """
+    size = size_of(samples, "test")
+    return EvalSampler(size, order.portion, order.rank, order.world_size, together)
 
 
 class Portions(Dataset[Any]):

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.state.checkpoint_files import Saved, read_state
-from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import rebuilt
 from raydist.state.snapshot_layout import State
 from raydist.training import sharded
+from raydist.training.rank_model import RankModel
 from raydist.training.reshard import divide, from_bytes, to_bytes
-from raydist.training.snapshotter import Snapshotter
+from raydist.training.sources import saved_part
+from raydist.training.step import Stepper
 from raydist.worker import checkpoint, context, random_state
-
-if TYPE_CHECKING:
-    from raydist.training.step import Stepper
 
 RANDOM = "random"
 """The key of the random generators' states, one row per rank."""
@@ -41,7 +37,6 @@ class Found:
     saved the state."""
     loss: torch.Tensor
     generators: torch.Tensor | None
-    path: StoragePath = Path("a state in shards")
 
     def random(self, rank: int, world_size: int) -> torch.Tensor | None:
         """Return the state of this rank's random generators.
@@ -50,60 +45,39 @@ class Found:
         """
         return self.generators
 
+    def source(self, rank: int, world_size: int) -> State | None:
+        """Return the state of this rank's source; None: it is that of another number of ranks."""
+        if self.state.get("part") == rank:
+            return self.state.get("source")
+        return saved_part(self.state, rank, world_size)
 
-class ShardSnapshotter(Snapshotter):
-    """The snapshots of one rank of a sharded model.
+    def restore(self, stepper: Stepper, rehearse: Callable[[], None]) -> torch.Tensor:
+        """Continue the schedule; return the loss.
 
-    Each rank keeps its own shards, and the next node a copy of them.
-    """
-
-    _kept = -1
-
-    def begin(self, step: int) -> None:
-        if self.on:
-            sharded.begin_fit()
-        self.go_on()
-
-    def _wait_for_copy(self) -> None:
-        sharded.copied()
-
-    def _copy_s(self) -> float:
-        return sharded.copy_s()
-
-    def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
-        sharded.keep(step, state())
-        self._kept = step
-        return None
-
-    def rest(self, within_s: float = math.inf) -> bool:
-        return sharded.rest(within_s)
-
-    def hold(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> bool:
-        if self.on and self._kept != step:
-            self._keep(step, own, state)
-        return self.on and sharded.copied()
+        The tensors are in place already: it is too late for a rehearsal.
+        """
+        stepper.go_on(self.state)
+        return self.loss
 
 
-def state_of(stepper: Stepper, facts: State, loss: torch.Tensor) -> State:
+def state_of(model: RankModel, facts: State, loss: torch.Tensor | None) -> State:
     """Return the state for raydist.sharded, in the form of get_state_dict of torch's DCP.
 
     `torch.distributed.checkpoint.state_dict.get_state_dict` itself would create the state of a new
     optimizer by a step, which Adam counts. `facts`: what is not a tensor. They are stored as one
     value: DCP would split them into many, and expect as many when it loads.
     """
-    mesh = getattr(stepper.comm, "mesh", None)
+    mesh = getattr(model.comm, "mesh", None)
     return {
-        "model": _on_mesh(stepper.model.state_dict(), mesh),
-        "optimizer": _on_mesh(
-            _by_name(stepper, _names(stepper), stepper.optimizer.state_dict()), mesh
-        ),
+        "model": _on_mesh(model.module.state_dict(), mesh),
+        "optimizer": _on_mesh(_by_name(model, _names(model), model.optimizer.state_dict()), mesh),
         "loss": loss,
-        RANDOM: _row_of_each(stepper),
+        RANDOM: _row_of_each(model),
         "training": to_bytes({**facts, "scaler": {}}),
     }
 
 
-def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
+def _by_name(model: RankModel, names: Sequence[str], kept: State) -> State:
     """Return an optimizer's state keyed by the names of its parameters, instead of by numbers.
 
     `names`: the names of the parameters, in the optimizer's order.
@@ -112,10 +86,10 @@ def _by_name(stepper: Stepper, names: Sequence[str], kept: State) -> State:
         {**group, "params": [names[index] for index in group["params"]]}
         for group in kept["param_groups"]
     ]
-    if stepper.pipeline is not None:
+    if model.pipeline is not None:
         (group,) = groups
         # A checkpoint has the state of the whole model.
-        group["params"] = [*stepper.pipeline.names.trained]
+        group["params"] = [*model.pipeline.names.trained]
     for group in groups:
         group.pop("initial_lr", None)  # belongs to the schedule
     state = {names[index]: of_one for index, of_one in kept["state"].items() if of_one}
@@ -144,52 +118,52 @@ def _on_mesh(value: Any, mesh: Any) -> Any:
     )
 
 
-def _names(stepper: Stepper) -> list[str]:
+def _names(model: RankModel) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
-    names = [name for name, value in stepper.model.named_parameters() if value.requires_grad]
+    names = [name for name, value in model.module.named_parameters() if value.requires_grad]
     return (
-        [stepper.pipeline.names.first[name] for name in names]
-        if stepper.pipeline is not None
+        [model.pipeline.names.first[name] for name in names]
+        if model.pipeline is not None
         else names
     )
 
 
-def _row_of_each(stepper: Stepper) -> torch.Tensor:
+def _row_of_each(model: RankModel) -> torch.Tensor:
     """Return the states of all ranks' random generators, [ranks, n].
 
     On a mesh each rank holds its own row.
     """
-    own, me = random_state.capture(stepper.device)[None], context.rank()
-    mesh = getattr(stepper.comm, "everyone", None)
+    own, me = random_state.capture(model.device)[None], context.rank()
+    mesh = getattr(model.comm, "everyone", None)
     if mesh is None:
         return own.repeat(me.world_size, 1)
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(own.to(stepper.device), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+    return DTensor.from_local(own.to(model.device), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
-def find_shards(stepper: Stepper) -> Found | None:
+def find_shards(model: RankModel) -> Found | None:
     """Fill the model and the optimizer with the newest state; return None if there is none.
 
     The state comes from memory or from the disk. All ranks must call it. ConfigError: the state has
     other keys or shapes.
     """
     latest = checkpoint.latest()
-    in_memory = stepper.comm.sharded and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    in_memory = model.comm.sharded and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not in_memory and latest is None:
         return None
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     # Creates the optimizer's state, which is filled below.
-    get_optimizer_state_dict(stepper.model, stepper.optimizer)
-    state = state_of(stepper, {}, torch.zeros((), device=stepper.device))
-    load = sharded.load if stepper.comm.sharded else sharded.load_from_disk
+    get_optimizer_state_dict(model.module, model.optimizer)
+    state = state_of(model, {}, torch.zeros((), device=model.device))
+    load = sharded.load if model.comm.sharded else sharded.load_from_disk
     trained = state["optimizer"]["param_groups"][0]["params"]
     try:
-        part = stepper.comm.pipelined
+        part = model.comm.pipelined
         step = load(state, of_ranks=RANDOM, optional=STATES, part=part)
-        if not step and latest is not None and stepper.comm.sharded:
-            step = _divide(latest, stepper, state, part)
+        if not step and latest is not None and model.comm.sharded:
+            step = _divide(latest, model, state, part)
         if (odd := {*trained} ^ {*state["optimizer"]["param_groups"][0]["params"]}) and step:
             raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
     except RaydistError as error:
@@ -198,25 +172,25 @@ def find_shards(stepper: Stepper) -> Found | None:
             "resume", str(latest.path if latest else "auto"), cause, "resume=none"
         ) from error
     if not step:
-        stepper.optimizer.state.clear()
+        model.optimizer.state.clear()
         return None
-    _forget_unkept(stepper, state)
+    _forget_unkept(model, state)
     # tensors are filled in place; the optimizer's settings remain the current ones
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
-    own = None if rows is None else rows[0 if stepper.comm.sharded else context.rank().rank]
+    own = None if rows is None else rows[0 if model.comm.sharded else context.rank().rank]
     return Found(step, from_bytes(state["training"]), state["loss"], own)
 
 
-def _forget_unkept(stepper: Stepper, state: State) -> None:
+def _forget_unkept(model: RankModel, state: State) -> None:
     """Remove the optimizer's state of the parameters that had none when this state was kept."""
-    names = _names(stepper)
-    trained = [value for group in stepper.optimizer.param_groups for value in group["params"]]
+    names = _names(model)
+    trained = [value for group in model.optimizer.param_groups for value in group["params"]]
     for name, value in zip(names, trained, strict=True):
         if name not in state["optimizer"]["state"]:
-            stepper.optimizer.state.pop(value, None)
+            model.optimizer.state.pop(value, None)
 
 
-def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
+def _divide(saved: Saved, model: RankModel, state: State, part: bool) -> int:
     """Fill the state from a whole one, as ddp saves it, which rank 0 reads; return its step.
 
     A collective.
@@ -228,10 +202,10 @@ def _divide(saved: Saved, stepper: Stepper, state: State, part: bool) -> int:
             key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept
         }
         training = to_bytes({**facts, "scaler": {}})
-        names = stepper.pipeline.names.trained if stepper.pipeline is not None else _names(stepper)
+        names = model.pipeline.names.trained if model.pipeline is not None else _names(model)
         whole = {
             "model": kept["model"],
-            "optimizer": _by_name(stepper, names, kept["optimizer"]),
+            "optimizer": _by_name(model, names, kept["optimizer"]),
             "loss": torch.tensor(saved.meta.metrics["loss"]),
             RANDOM: kept[RANDOM],
             "training": training,

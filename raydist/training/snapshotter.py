@@ -1,12 +1,10 @@
-"""Snapshots: when to keep one, which one all ranks restore, writing one to disk. (rank side)"""
+"""Snapshots: keeping one, which one all ranks restore, writing one to disk. (rank side)"""
 
 from __future__ import annotations
 
 import math
 import mmap
 import os
-import statistics
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,23 +14,16 @@ from typing import NamedTuple, cast
 import torch
 
 from raydist.settings.config import Job, as_saved
-from raydist.state.device import Mark, device_of
+from raydist.state.device import device_of
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import Cloned, NoRoom, SnapshotBuffer, cloned, unpack
 from raydist.state.snapshot_layout import LAST_SLOT, State
 from raydist.state.write import SaveRequest
+from raydist.training.snapshot_interval import SnapshotInterval
+from raydist.training.step import Stepper
 from raydist.worker import checkpoint, context
 from raydist.worker.backends import Comm
 
-SHARE = 0.01
-"""The fraction of a step's time that snapshots may take, unless `snapshot.every` is set."""
-FIRST_LOOK = 4
-"""Steps after which the cost of a snapshot is first evaluated; then after 8, 16, 32, … steps."""
-FETCHING = 3
-"""The first snapshots, which fetch and page-lock the memory of their slots: they cost more than
-later ones."""
-COSTS, MEASURED = 8, 64
-"""Limits on the snapshots and steps whose times are kept."""
 PIECE = 1 << 26
 """Bytes of a state that all ranks pass at a time to nodes that lack it, so that no rank holds a
 second copy of the whole state."""
@@ -58,6 +49,19 @@ class Restored:
     def random(self, rank: int, world_size: int) -> torch.Tensor | None:
         """Return the state of this rank's random generators; None unless each rank has its part."""
         return None if self.own is None else self.own["random"]
+
+    def source(self, rank: int, world_size: int) -> State | None:
+        """Return the state of this rank's source; None unless each rank has its part."""
+        return None if self.own is None else self.own.get("source")
+
+    def restore(self, stepper: Stepper, rehearse: Callable[[], None]) -> torch.Tensor:
+        """Load the state after a rehearsal; return its loss."""
+        rehearse()
+        stepper.load(self.state, self.path)
+        for name, buffer in stepper.model.module.named_buffers():
+            buffer.copy_(self.mine["buffers"][name])
+        loss: torch.Tensor = self.mine["loss"]
+        return loss.clone()  # a later step soon overwrites this memory
 
 
 class Offer(NamedTuple):
@@ -92,17 +96,11 @@ class Snapshotter:
         if self._memory is not None:
             self._memory.begin_fit(current.fit)
         self._lead = SnapshotBuffer(lead) if self._memory is not None and lead >= 0 else None
-        self._every, self._fixed = job.snapshot.every or 1, job.snapshot.every is not None
         self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
         """What must be copied of a state that is read: a GPU has its own copy of the rest as soon
         as the state is loaded."""
-        self._device = device_of(current.rank.device)
-        self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=COSTS)
-        """The begin and the end, in the queue of the device, of the last snapshots; `_steps` has
-        those of the last steps."""
-        self._steps: deque[tuple[Mark, Mark]] = deque(maxlen=MEASURED)
-        self._count, self._kept_count, self._look = 0, 0, FIRST_LOOK
-        self._since = self._device.mark()
+        device = device_of(current.rank.device)
+        self.interval = SnapshotInterval(job.snapshot.every, comm, device)
 
     def begin(self, step: int) -> None:
         """Describe the checkpoint of the last state, and drop the states of later steps."""
@@ -118,43 +116,15 @@ class Snapshotter:
 
     def go_on(self) -> None:
         """Exclude the time since the last step from the measured steps."""
-        if not self._fixed:
-            self._since = self._device.mark()
+        self.interval.go_on()
 
     def step(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
         """Keep the state after a step if it is due.
 
         `own`: what differs from rank to rank, `state`: everything else.
         """
-        if not self.on:
-            return
-        if self._fixed:
-            if step % self._every == 0:
-                self._keep(step, own, state)
-            return
-        began = self._device.mark()
-        self._steps.append((self._since, began))
-        if step % self._every == 0:
-            self._wait_for_copy()
-            began = self._device.mark()
-            self._keep(step, own, state)
-            self._kept_count += 1
-            if self._kept_count > FETCHING:
-                self._costs.append((began, self._device.mark()))
-        self._count += 1
-        if self._count == self._look:
-            self._reckon()
-        self.go_on()
-
-    def _wait_for_copy(self) -> None:
-        """Wait for the background work of the previous snapshot.
-
-        It is not part of the cost of a snapshot if snapshots are spaced.
-        """
-
-    def _copy_s(self) -> float:
-        """Return the seconds for which a snapshot's background work ran alongside the steps."""
-        return 0.0
+        if self.on:
+            self.interval.step(step, lambda: self._keep(step, own, state))
 
     def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
         """Keep a state now; return its slot, or None if there is too little memory."""
@@ -304,31 +274,6 @@ class Snapshotter:
                 piece = torch.frombuffer(into, dtype=torch.uint8, count=length, offset=begin)
                 piece.copy_(words.view(torch.uint8)[:length])
         self._comm.gather(torch.zeros(1))  # the first rank of each node has all of it
-
-    def _reckon(self) -> None:
-        """Set the interval of snapshots from their measured cost, the same on all ranks."""
-        self._device.mark().wait()
-        cost, took = median_s(self._costs), median_s(self._steps)
-        mine = [cost / took if cost else 0.0, self._copy_s() / took if took else 0.0]
-        rows = self._comm.gather(torch.tensor(mine, dtype=torch.float64))
-        self._every = spacing([float(row[0]) for row in rows], [float(row[1]) for row in rows])
-        self._look *= 2
-        self._steps.clear()
-
-
-def median_s(spans: Sequence[tuple[Mark, Mark]]) -> float:
-    """Return the median of the seconds between these marks; 0.0 without any."""
-    return statistics.median(end.seconds_since(begin) for begin, end in spans) if spans else 0.0
-
-
-def spacing(shares: Sequence[float], copies: Sequence[float] = (0.0,)) -> int:
-    """Return the steps between snapshots, at least 1.
-
-    `shares`: the cost of a snapshot on each rank as a fraction of a step. `copies`: the number of
-    steps that each rank's background copy takes; a lower limit, because the next snapshot would
-    wait for the copy.
-    """
-    return max(1, math.ceil(max(shares) / SHARE), math.ceil(max(copies)))
 
 
 def of_step(offers: Sequence[Offer], step: int) -> Offer:

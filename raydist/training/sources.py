@@ -31,14 +31,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raydist.settings.config import Data, Job
 from raydist.shared.errors import ConfigError
-from raydist.state.checkpoint_files import Saved
 from raydist.state.snapshot_layout import State
 from raydist.state.write import unloadable
 from raydist.training import data
 from raydist.training.ray_data import split_over_ray
 from raydist.training.reshard import from_bytes, to_bytes
-from raydist.training.sharded_state import Found
-from raydist.training.snapshotter import Restored
 from raydist.worker import context, random_state
 from raydist.worker.backends import Comm
 from raydist.worker.groups import collective
@@ -127,16 +124,26 @@ class Deal(IterableDataset[Step]):
 class Stream(data.Order):
     """The order of a source without an index, for one rank, and its batches."""
 
-    def __init__(self, deal: Deal, comm: Comm, name: str, order: data.Order) -> None:
+    def __init__(
+        self,
+        deal: Deal,
+        comm: Comm,
+        name: str,
+        order: data.Order,
+        note_wait: Callable[[float], None],
+    ) -> None:
         super().__init__(**{each: getattr(order, each) for each in order.__dataclass_fields__})
         self.deal, self.name = deal, name
-        self.kind = "stream" if deal.kind == "split" else deal.kind
         self._comm, self.all_of = comm, collective(comm)
-        self.note_wait: Callable[[float], None] = lambda s: None
+        self.note_wait = note_wait
         self._steps: Iterator[Step] | None = None
         self._next: Step | None = None
         self._over = self._told = False
         self._state: State | None = None
+
+    @property
+    def kind(self) -> str:
+        return "stream" if self.deal.kind == "split" else self.deal.kind
 
     @property
     def common(self) -> bool:
@@ -289,33 +296,42 @@ class Stream(data.Order):
 
 
 def ordered(
-    train: Any, job: Job, rank: int, world_size: int, collate: Collate | None
+    train: Any,
+    job: Job,
+    rank: int,
+    world_size: int,
+    collate: Collate | None,
+    note_wait: Callable[[float], None],
 ) -> tuple[data.Order, Any]:
     """Return the order of the training samples, and the batches in that order.
 
+    `note_wait`: gets the seconds of each wait for the next step of a stream or a loader.
     ConfigError: the samples do not fit the settings.
     """
     if not data.indexed(train):
-        found = stream(train, job, rank, world_size, collate)
+        found = stream(train, job, rank, world_size, collate, note_wait)
         return found, found
     order = data.order(train, job, rank, world_size)
     return order, data.loader(train, order, job.data, collate)
 
 
-def own_part(saved: Saved | Restored | Found, order: data.Order) -> State | None:
-    """Return the state of this rank's source in a checkpoint or snapshot.
+def saved_part(state: State, rank: int, world_size: int) -> State | None:
+    """Return the state of this rank's source in a checkpoint: one of those that `owns` gives.
 
     None: there is none, or it belongs to another number of ranks.
     """
-    if isinstance(saved, Restored):
-        return (saved.own or {}).get("source")
-    if isinstance(saved, Found) and saved.state.get("part") == order.rank:
-        return saved.state.get("source")
-    states = saved.state.get("sources", [])
-    return states[order.rank] if len(states) == order.world_size else None
+    states = state.get("sources", [])
+    return states[rank] if len(states) == world_size else None
 
 
-def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | None) -> Stream:
+def stream(
+    train: Any,
+    job: Job,
+    rank: int,
+    world_size: int,
+    collate: Collate | None,
+    note_wait: Callable[[float], None],
+) -> Stream:
     """Return the order and the batches of a source without an index.
 
     `rank`, `world_size`: among the ranks that get different samples. ConfigError: it is not such a
@@ -344,7 +360,7 @@ def stream(train: Any, job: Job, rank: int, world_size: int, collate: Collate | 
         )
     order = data.Order(0, total, accumulate, rank, world_size, job.seed, settings.shuffle)
     deal = make_deal(kind, train, job, order, comm, collate or data.collate_samples)
-    found = Stream(deal, comm, name, order)
+    found = Stream(deal, comm, name, order, note_wait)
     found.size = length(train, kind, found, deal.count) * total
     if not found.size and job.train.steps is None:
         cause = (

@@ -37,8 +37,8 @@ ADVICE = {
 class DataWait:
     """The seconds for which one rank waits for its data."""
 
-    def __init__(self, comm: Comm, device: torch.device, kind: str, workers: int) -> None:
-        self._comm, self._device, self._kind, self._workers = comm, device, kind, workers
+    def __init__(self, comm: Comm, device: torch.device, workers: int) -> None:
+        self._comm, self._device, self._workers = comm, device, workers
         self._waited, self._since = 0.0, time.perf_counter()
         self._count, self._look, self._told = 0, FIRST_LOOK, False
 
@@ -59,10 +59,10 @@ class DataWait:
         if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
             self._waited += s
 
-    def step(self) -> None:
+    def step(self, kind: str) -> None:
         """Count a step, and report the rank that waits longest, once.
 
-        A collective after some steps.
+        `kind`: that of the source. A collective after some steps.
         """
         self._count += 1
         if self._told or self._count < self._look:
@@ -70,7 +70,7 @@ class DataWait:
         now, self._look = time.perf_counter(), 2 * self._look
         mine = torch.tensor([self._waited, now - self._since], dtype=torch.float64)
         rows = [(float(row[0]), float(row[1])) for row in self._comm.gather(mine)]
-        if self._count > FIRST_LOOK and (found := finding(rows, self._kind, self._workers)):
+        if self._count > FIRST_LOOK and (found := finding(rows, kind, self._workers)):
             self._told = True  # on all ranks, because they have the same rows
             if context.rank().rank == found[0]:
                 context.warn(found[1])

@@ -391,7 +391,7 @@ def test_the_cost_of_a_snapshot_is_the_time_of_the_device(
     for step in range(1, 9):
         device.launch(lambda: None, s=0.1)
         keeper.step(step, lambda: {"step": step}, lambda: {"model": torch.ones(3)})  # noqa: B023 - called at once
-    assert keeper._every == every
+    assert keeper.interval.every == every
 
 
 def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descriptor: int) -> None:
@@ -402,7 +402,7 @@ def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descripto
             keeper.step(step, lambda: {"step": step}, lambda: {"model": torch.ones(3)})  # noqa: B023 - called at once
             while device.advance():
                 pass
-        assert len(keeper._steps) + len(keeper._costs) < 100
+        assert len(keeper.interval._steps) + len(keeper.interval._costs) < 100
 
 
 def made_snapshotter(

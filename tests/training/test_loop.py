@@ -22,7 +22,8 @@ from raydist.state import checkpoint_files, write
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
 from raydist.training.evaluation import accuracy
-from raydist.training.step import Stepper, speed_up_gpu
+from raydist.training.rank_model import speed_up_gpu
+from raydist.training.step import Stepper
 from raydist.worker import context, groups
 from tests.ranks import RankResult, run_ranks, succeeded
 
@@ -569,6 +570,12 @@ def test_a_finished_training_is_not_trained_again(unbroken: tuple[Path, list[Ran
     assert (recalled["step"], recalled["values"]["loss"]) == (last["step"], last["values"]["loss"])
     assert again[0].value[0] == unbroken[1][0].value[0]
     assert again[1].kind("recalled") == []
+
+
+def test_fewer_steps_than_are_done_are_not_trained(unbroken: tuple[Path, list[RankResult]]) -> None:
+    again = resumed(2, replace(BASE, train=Train(steps=4)), unbroken[0], 10)
+    assert [one.kind("report") for one in again] == [[], []]
+    assert [one.kind("recalled") for one in again] == [[], []]
 
 
 def test_further_epochs_continue_at_the_end(unbroken: tuple[Path, list[RankResult]]) -> None:

@@ -12,6 +12,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from raydist.state.shard_choice import WholeShards
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page, whole_slots
 from raydist.training import sharded
-from raydist.training.sharded_state import ShardSnapshotter
+from raydist.training.checkpointer import ShardCheckpointer
 from raydist.worker import context
 from tests.conftest import ROOT
 from tests.lagging import Lagging
@@ -590,12 +591,13 @@ def slow_network(job: Job) -> Any:
         copy(ring, *what)
 
     sharded.Ring._copy = travels  # type: ignore[assignment,method-assign]
-    keeper, state = ShardSnapshotter(job, here.comm), {"x": torch.zeros(4)}
+    keeper: Any = ShardCheckpointer(job, here.comm)
+    keeper._keep = lambda state: sharded.keep(state.progress.step, {"x": torch.zeros(4)})
     keeper.begin(0)
     kept = []
     for step in range(1, 61):
         time.sleep(0.03)
-        keeper.step(step, dict, lambda: state)
+        keeper.keep(SimpleNamespace(progress=SimpleNamespace(step=step)))
         kept.append(max(SnapshotBuffer(here.memory[0]).steps))
     here.sharded.rest()
     return len({*kept})

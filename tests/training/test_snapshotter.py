@@ -19,9 +19,10 @@ from raydist.state import snapshot
 from raydist.state.device import HostDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page
-from raydist.training import snapshotter
-from raydist.training.optim import Course
-from raydist.training.snapshotter import Offer, Restored, Snapshotter, choose_snapshot, spacing
+from raydist.training import optim, snapshotter
+from raydist.training.rank_model import RankModel
+from raydist.training.snapshot_interval import spacing
+from raydist.training.snapshotter import Offer, Restored, Snapshotter, choose_snapshot
 from raydist.training.step import Stepper
 from raydist.worker import context
 from tests.lagging import Lagging
@@ -137,14 +138,14 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
         """After so many steps, from this state on. A tensor on `meta` is on another device, as on a
         GPU."""
         comm, given = context.current().comm, torch.ones(2, 4, device=device)
-        stepper = Stepper(
-            job, nn.Linear(4, 3), lambda output, _: output.sum(), comm, torch.device(device), 0.1
-        )
-        stepper.plan(job.optim, Course(10))
+        model = RankModel(job, nn.Linear(4, 3), comm, torch.device(device), 0.1)
+        schedule = optim.schedule(job.optim, model.optimizer, optim.Course(10))
+        stepper = Stepper(job.train, model, lambda output, _: output.sum(), schedule)
         if kept is not None:
             stepper.load(kept.state, kept.path)
         for _ in range(steps):
-            stepper.step(iter([(given, given)]))
+            stepper.forward_backward(iter([(given, given)]))
+            stepper.update()
         return stepper
 
     def adam_steps(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -1,0 +1,242 @@
+"""How the states of a training are kept, saved and found again, by kind of model. (rank side)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from raydist.settings.config import Job, as_saved
+from raydist.shared.errors import RaydistError
+from raydist.state.checkpoint_files import Saved, read_state
+from raydist.state.device import device_of
+from raydist.state.snapshot_layout import State
+from raydist.training import optim, sharded
+from raydist.training.rank_model import RankModel
+from raydist.training.sharded_state import find_shards, state_of
+from raydist.training.snapshot_interval import SnapshotInterval
+from raydist.training.snapshotter import Snapshotter
+from raydist.training.sources import saved_part
+from raydist.training.step import Stepper
+from raydist.training.training_state import FoundState, TrainingState
+from raydist.worker import checkpoint, context, groups, random_state
+from raydist.worker.backends import Comm
+
+
+class Checkpointer(Protocol):
+    """Keeps the states of a training in memory, and saves them as checkpoints.
+
+    All ranks must call each method, in the same order.
+    """
+
+    saved: int
+    """The step of the last checkpoint."""
+
+    def find(self, model: RankModel) -> FoundState | None:
+        """Return the newest state to continue from; None for a new start."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Begin after this step: drop the states of later ones, which will be made again."""
+        ...
+
+    def go_on(self) -> None:
+        """Exclude the time since the last step from the measured steps."""
+        ...
+
+    def keep(self, state: TrainingState) -> None:
+        """Keep the state after a step in memory, if it is due."""
+        ...
+
+    def hold(self, state: TrainingState) -> bool:
+        """Keep the state in memory whether or not it is due; report whether this rank has."""
+        ...
+
+    def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        """Save the state as a checkpoint. It may be written while the training continues."""
+        ...
+
+    def rest(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        ...
+
+
+class WholeCheckpointer:
+    """The states of a model that each rank has whole: one of them writes."""
+
+    def __init__(self, job: Job, comm: Comm) -> None:
+        self.job, self.comm = job, comm
+        self.snapshots = Snapshotter(job, comm)
+        self.saved = 0
+
+    def find(self, model: RankModel) -> FoundState | None:
+        kept = self.snapshots.find()
+        if kept is not None and kept.step >= checkpoint.resumed_step():
+            self.saved = checkpoint.resumed_step()
+            return kept
+        found = agree(checkpoint.latest(), self.comm)
+        if found is None:
+            return None
+        self.saved = found.step
+        return find_shards(model) if found.sharded else SavedWhole(found.path, found.meta)
+
+    def begin(self, step: int) -> None:
+        self.snapshots.begin(step)
+
+    def go_on(self) -> None:
+        self.snapshots.go_on()
+
+    def keep(self, state: TrainingState) -> None:
+        self.snapshots.step(state.progress.step, state.own, state.common)
+
+    def hold(self, state: TrainingState) -> bool:
+        return self.snapshots.hold(state.progress.step, state.own, state.common)
+
+    def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        self.rest()  # the previous checkpoint
+        step, model = state.progress.step, state.stepper.model
+        drawn = torch.stack(self.comm.gather(random_state.capture(model.device)))
+        beside = {"position": state.position(), "random": drawn, **state.order.owns()}
+        if context.rank().rank != 0 or self.snapshots.to_disk(
+            step, state.own, state.common, beside, metrics
+        ):
+            groups.wait_for_rank_0(self.comm, lambda within_s: True)
+        else:
+            whole = {**state.common(), **beside, "config": as_saved(self.job)}
+            self._write(step, whole, metrics, model.device)
+        self.saved = step
+
+    def _write(
+        self, step: int, state: State, metrics: dict[str, float], device: torch.device
+    ) -> None:
+        """Save on rank 0, in another thread, while all ranks wait.
+
+        If no process writes for the rank, this takes until everything is saved.
+        """
+
+        def write() -> None:
+            # A new thread starts on GPU 0, and would create a context there.
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            checkpoint.save(step, state, metrics, self.job.checkpoint)
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            groups.wait_for_rank_0(
+                self.comm, lambda within_s: bool(futures.wait([writing], within_s).done)
+            )
+            writing.result()
+
+    def rest(self) -> None:
+        groups.wait_for_rank_0(self.comm, self.snapshots.rest)
+
+
+class ShardCheckpointer:
+    """The states of a sharded model: each rank keeps its shards, the next node a copy of them."""
+
+    def __init__(self, job: Job, comm: Comm) -> None:
+        self.job, self.comm = job, comm
+        self.saved = 0
+        current = context.current()
+        self.keeps = current.memory is not None and job.snapshot.every != 0
+        self.interval = SnapshotInterval(
+            job.snapshot.every,
+            comm,
+            device_of(current.rank.device),
+            sharded.copied,
+            sharded.copy_s,
+        )
+        self._kept = -1
+        """The last step whose state was kept."""
+
+    def find(self, model: RankModel) -> FoundState | None:
+        latest = agree(checkpoint.latest(), self.comm)
+        self.saved = latest.step if latest else 0
+        return find_shards(model)
+
+    def begin(self, step: int) -> None:
+        if self.keeps:
+            sharded.begin_fit()
+        self.go_on()
+
+    def go_on(self) -> None:
+        self.interval.go_on()
+
+    def keep(self, state: TrainingState) -> None:
+        if self.keeps:
+            self.interval.step(state.progress.step, lambda: self._keep(state))
+
+    def _keep(self, state: TrainingState) -> None:
+        source = {**state.order.own(), "part": state.order.rank}
+        sharded.keep(state.progress.step, self._shards(state, source))
+        self._kept = state.progress.step
+
+    def hold(self, state: TrainingState) -> bool:
+        if self.keeps and self._kept != state.progress.step:
+            self._keep(state)
+        return self.keeps and sharded.copied()
+
+    def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        step, source = state.progress.step, state.order.owns()
+        sharded.save(step, self._shards(state, source), metrics, self.job.checkpoint)
+        self.saved = step
+
+    def _shards(self, state: TrainingState, source: State) -> State:
+        facts = {
+            "position": state.position(),
+            "schedule": state.stepper.schedule.state_dict(),
+            **source,
+            "config": as_saved(self.job),
+        }
+        return state_of(state.stepper.model, facts, state.progress.loss)
+
+    def rest(self) -> None:
+        groups.wait_for_rank_0(self.comm, sharded.rest)
+
+
+class SavedWhole(Saved):
+    """A checkpoint of a model that is not sharded.
+
+    Its state is mapped, and read as it is used: the ranks of a node share the pages of the file.
+    """
+
+    @cached_property
+    def state(self) -> State:
+        return read_state(self.path, mapped=True)
+
+    def source(self, rank: int, world_size: int) -> State | None:
+        return saved_part(self.state, rank, world_size)
+
+    def random(self, rank: int, world_size: int) -> torch.Tensor | None:
+        drawn: torch.Tensor = self.state["random"]
+        return drawn[rank] if len(drawn) == world_size else None
+
+    def restore(self, stepper: Stepper, rehearse: Callable[[], None]) -> torch.Tensor | None:
+        rehearse()
+        stepper.load(self.state, self.path)
+        optim.copy_host_state(stepper.model.optimizer)
+        return torch.tensor(self.metrics["loss"]) if "loss" in self.metrics else None
+
+
+def agree(found: Saved | None, comm: Comm) -> Saved | None:
+    """Return the checkpoint if all ranks found the same one. A collective.
+
+    RaydistError: they did not, because the nodes see different disks.
+    """
+    own = torch.tensor([found.step if found else -1])
+    steps = [int(each.item()) for each in comm.gather(own)]
+    if len(set(steps)) > 1:
+        text = ", ".join(
+            f"rank {rank}: {f'step {step}' if step >= 0 else 'none'}"
+            for rank, step in enumerate(steps)
+        )
+        raise RaydistError(
+            f"the ranks see different checkpoints ({text}): the run folder "
+            f"{context.rank().run_dir} must be on a "
+            "disk that all nodes see; set hydra.run.dir=/shared/folder, or resume=none"
+        )
+    return found

@@ -1,0 +1,139 @@
+"""A rank's model: on its device, wrapped by the backend, with its optimizer. (rank side)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from raydist.settings.config import Job
+from raydist.training import optim
+from raydist.training.evaluation import Metric, evaluate, same_buffers
+from raydist.training.meta import make_values, on_meta
+from raydist.worker import context
+from raydist.worker.backends import Comm
+
+if TYPE_CHECKING:
+    from raydist.training.pipeline import Pipeline
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def channels_last(job: Job, model: torch.nn.Module, device: torch.device) -> bool:
+    """Report whether images are in channels-last order.
+
+    train.fast turns it on only on a GPU, and not for models with 3-d convolutions.
+    """
+    fast = (
+        job.train.fast
+        and device.type == "cuda"
+        and all(each.dim() < 5 for each in model.parameters())
+    )
+    return job.train.channels_last or fast
+
+
+def speed_up_gpu(job: Job, device: torch.device) -> None:
+    """Switch TF32 and cuDNN's search on or off, as the settings say."""
+    if device.type != "cuda":
+        return
+    train = job.train
+    torch.set_float32_matmul_precision("high" if train.tf32 or train.fast else "highest")
+    torch.backends.cudnn.benchmark = (train.cudnn_search or train.fast) and not job.deterministic
+
+
+class RankModel:
+    """The model, or the part of it, that one rank trains, with its optimizer."""
+
+    def __init__(
+        self, job: Job, model: torch.nn.Module, comm: Comm, device: torch.device, rate: float
+    ) -> None:
+        """Set up the model for training. `rate`: the learning rate after the warm-up."""
+        self.comm, self.device = comm, device
+        speed_up_gpu(job, device)
+        last = not comm.sharded and channels_last(job, model, device)  # shards are contiguous
+        memory_format = torch.channels_last if last else torch.preserve_format
+        self.copier = BatchCopier(device, memory_format)
+        if not comm.sharded and on_meta(model):
+            make_values(model, [*model.modules()], device, job.seed)
+        # a part of a model is moved when it is sharded: the whole model may not fit on the device
+        self.module = model if comm.sharded else model.to(device).to(memory_format=memory_format)
+        # Pretrained models come in evaluation mode; otherwise the job has chosen the mode of each
+        # module.
+        if not model.training:
+            model.train()
+        self.wrapped = comm.wrap(self.module)
+        self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
+        if self.pipeline is not None:
+            self.module = self.pipeline.part
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        optimizer = optim.optimizer(job.optim, trained, rate, optim.fused(job, trained))
+        self.optimizer = comm.wrap_optimizer(optimizer, self.module)
+        self.evaluated = self.pipeline or self.module
+        if job.train.compile and not comm.sharded:
+            self.wrapped.compile()
+            # DDP's own forward may be a collective, so an evaluation bypasses it.
+            if self.wrapped is not self.module:
+                self.evaluated = cast("torch.nn.Module", torch.compile(self.module))
+        half = None if comm.sharded else HALF.get(job.train.precision)
+        self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
+
+    def evaluate(
+        self, batches: Iterable[Any], counted: int, metrics: Mapping[str, Metric]
+    ) -> dict[str, float]:
+        """Return the mean of each metric over the samples of all ranks.
+
+        `counted`: how many of the batches have samples of this rank.
+        """
+        me = context.rank()
+        if self.pipeline is not None:
+            self.pipeline.same_buffers()
+        elif me.world_size > 1:
+            same_buffers(self.module, self.comm, me.rank)
+        copied = (self.copier.copy(batch) for batch in batches)
+        with self.cast:
+            return evaluate(self.evaluated, copied, metrics, self.comm, self.device, counted)
+
+
+class BatchCopier:
+    """Copies batches to the device of a model, and to its memory format."""
+
+    def __init__(self, device: torch.device, memory_format: torch.memory_format) -> None:
+        self.device, self.format = device, memory_format
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def copy_ahead(self, batch: Any) -> Any:
+        """Return a batch on the device.
+
+        A GPU copies it in a separate stream, while it still computes the previous step.
+        """
+        if self.stream is None or any(tensor.is_cuda for tensor in tensors_in(batch)):
+            return self.copy(batch)
+        with torch.cuda.stream(self.stream):
+            copied = self.copy(batch)
+        here = torch.cuda.current_stream(self.device)
+        here.wait_stream(self.stream)
+        for tensor in tensors_in(copied):
+            tensor.record_stream(here)  # the memory is reused only after this step
+        return copied
+
+    def copy(self, value: Any) -> Any:
+        """Return a batch, or a part of one, on the device and in the memory format of the model."""
+        if self.device.type == "cpu" and self.format is torch.preserve_format:
+            return value
+        if isinstance(value, torch.Tensor):
+            memory_format = self.format if value.dim() == 4 else torch.preserve_format
+            return value.to(self.device, non_blocking=True, memory_format=memory_format)
+        if isinstance(value, dict):
+            return {key: self.copy(inner) for key, inner in value.items()}
+        return [self.copy(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(inner)
