@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from raydist.messages.agent import Flush
 from raydist.messages.request import AnyReply, Request
-from raydist.messages.shards import (
+from raydist.messages.writer import (
     CommitShards,
     DropShards,
     HeldShards,

@@ -8,6 +8,6 @@ Data classes, and their encoding as bytes. Both ends of a wire import its types 
     rank.py               Agent and rank: pause, continue, and what the rank is doing
     request.py            Requests of the driver to agents, with typed replies, and their transport
     server.py             Agent and fork server: fork, signal and watch processes
-    shards.py             Driver, agent and writer: sharded states in memory and on the disk
     wire.py               A message as a packet or a line of JSON
+    writer.py             Driver, agent and writer: sharded states in memory and on the disk
 """

@@ -66,8 +66,6 @@ and ends, and keeps their snapshots when a rank dies.
                           outlives rank 0
     rendezvous_http.py    Horovod's rendezvous: a key-value store over HTTP on the training address,
                           with a secret
-    shards.py             Writes a sharded state to the disk: each node writes the shards in its
-                          memory
     snapshots.py          The snapshot memories of a node, which its fork server holds and writers
                           save
     spawn.py              Children of the fork server: forks, or a rank in a new interpreter if that
@@ -76,4 +74,6 @@ and ends, and keeps their snapshots when a rank dies.
                           use that
     writer.py             Has writer processes write checkpoints alongside the ranks, and reads
                           their messages
+    writer_requests.py    Answers the driver in a writer process: each node writes the shards in its
+                          memory
 """

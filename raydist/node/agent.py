@@ -50,7 +50,7 @@ from raydist.messages.server import (
     Warm,
     WriteCheckpoint,
 )
-from raydist.messages.shards import CommitShards, DropShards, ListShards, WriteShards
+from raydist.messages.writer import CommitShards, DropShards, ListShards, WriteShards
 from raydist.network import nccl_log
 from raydist.node import counters, kept_server, rank_process, rank_spec, recorded_end
 from raydist.node.fork_client import ForkClient

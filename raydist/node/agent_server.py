@@ -29,8 +29,8 @@ from raydist.messages.server import (
     SignalProcess,
     WriteCheckpoint,
 )
-from raydist.messages.shards import CommitShards, DropShards, ListShards, ShardsRequest, WriteShards
 from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
+from raydist.messages.writer import CommitShards, DropShards, ListShards, ShardsRequest, WriteShards
 from raydist.node import huge_pages, mpi_segments, spawn
 from raydist.node.processes import (
     end_children,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydist.messages.server import RankSpec, WriteCheckpoint
-from raydist.messages.shards import (
+from raydist.messages.wire import encode
+from raydist.messages.writer import (
     CommitShards,
     DropShards,
     ListShards,
@@ -21,8 +22,7 @@ from raydist.messages.shards import (
     WriterFailed,
     WriteShards,
 )
-from raydist.messages.wire import encode
-from raydist.node import shards
+from raydist.node import writer_requests
 from raydist.shared import env_names, kinds
 from raydist.shared.kinds import Event
 from raydist.state import checkpoint_files
@@ -203,7 +203,9 @@ def run_writer(
                 for each in write_checkpoint(memories.descriptors, request.last)
             ]
         else:
-            answer = shards.answer_request(memories.descriptors, memories.checkpoints, request)
+            answer = writer_requests.answer_request(
+                memories.descriptors, memories.checkpoints, request
+            )
             lines = [] if answer is None else [encode(answer)]
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from raydist.messages.server import WriteCheckpoint
-from raydist.messages.shards import ShardsReply, ShardsRequest, WriterFailed
 from raydist.messages.wire import PACKET, TAG, Message, decode, from_json
+from raydist.messages.writer import ShardsReply, ShardsRequest, WriterFailed
 from raydist.node.fork_client import ForkClient
 from raydist.shared.kinds import EventJson
 

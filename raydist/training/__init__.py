@@ -8,6 +8,8 @@ of it.
     checkpointer.py       How the states of a training are kept, saved and found again, by kind of
                           model
     data.py               The order of the samples, and each rank's share of every batch
+    dcp_state.py          The state of a sharded model in the form of torch's DCP, and how it is
+                          filled
     evaluation.py         Metrics over the test samples; each sample counts once, whatever the rank
                           count
     flops.py              Model FLOPs utilization: a language model's operations and the peaks of
@@ -33,8 +35,6 @@ of it.
                           with DCP
     sharded.py            Sharded states (FSDP) in memory: each rank keeps its own shards, the next
                           node a copy of them
-    sharded_state.py      The sharded state of a model: what is kept and saved of it, and how to
-                          restore it
     snapshot_interval.py  How many steps lie between snapshots, from what a snapshot costs
     snapshotter.py        Snapshots: keeping one, which one all ranks restore, writing one to disk
     sources.py            Streams and loaders for raydist.fit: sources without an index, and their

@@ -16,8 +16,8 @@ from raydist.state.checkpoint_files import Saved, read_state
 from raydist.state.device import device_of
 from raydist.state.snapshot_layout import State
 from raydist.training import optim, sharded
+from raydist.training.dcp_state import find_shards, state_of
 from raydist.training.rank_model import RankModel
-from raydist.training.sharded_state import find_shards, state_of
 from raydist.training.snapshot_interval import SnapshotInterval
 from raydist.training.snapshotter import Snapshotter
 from raydist.training.sources import saved_part

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from raydist.messages import agent, checkup, mpirun, rank, request, server, shards
+from raydist.messages import agent, checkup, mpirun, rank, request, server, writer
 from raydist.messages.checkup import CheckupRequest
 from raydist.messages.rank import Activity, Collective, Holding, ReleaseRank, StopAfter
 from raydist.messages.request import Request
@@ -21,8 +21,8 @@ from raydist.messages.server import (
     Warm,
     WriteCheckpoint,
 )
-from raydist.messages.shards import CommitShards, ListShards, UnseenShards, WriteShards
 from raydist.messages.wire import TAG, Message, decode, encode
+from raydist.messages.writer import CommitShards, ListShards, UnseenShards, WriteShards
 from raydist.network.facts import Facts
 from raydist.network.nccl_log import Log
 from raydist.network.traffic import Ports
@@ -32,7 +32,7 @@ from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.kinds import Event
 from tests.records import event
 
-WIRES = (agent, checkup, mpirun, rank, request, server, shards)
+WIRES = (agent, checkup, mpirun, rank, request, server, writer)
 SPEC = RankSpec(
     1, {"RANK": "1"}, "{}", ("a.py", "--x"), "a.py", "/", ("/lib",), "/tmp/value", None, (0, 1)
 )

@@ -39,8 +39,8 @@ from raydist.messages.server import (
     Warm,
     WriteCheckpoint,
 )
-from raydist.messages.shards import CommitShards, DropShards, ListShards
 from raydist.messages.wire import PACKET, decode, encode, numbered, split_number
+from raydist.messages.writer import CommitShards, DropShards, ListShards
 from raydist.node import kept_server
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer

@@ -24,8 +24,8 @@ import raydist
 from raydist import report
 from raydist.launch import flush as launch_flush
 from raydist.messages.agent import Flush
-from raydist.messages.shards import HeldShards
-from raydist.node import shards
+from raydist.messages.writer import HeldShards
+from raydist.node import writer_requests
 from raydist.settings.config import Backend, Checkpoint, Job
 from raydist.shared.errors import RaydistError, RunFailed
 from raydist.state import checkpoint_files, distributed_checkpoint
@@ -423,7 +423,9 @@ def a_node(rank: int, folder: StoragePath, steps: dict[int, float]) -> launch_fl
     def ask(request: Any) -> Future[Any]:
         reply: Future[Any] = Future()
         reply.set_result(
-            [] if isinstance(request, Flush) else shards.answer_request({0: mine}, folder, request)
+            []
+            if isinstance(request, Flush)
+            else writer_requests.answer_request({0: mine}, folder, request)
         )
         return reply
 
@@ -482,7 +484,9 @@ def test_only_the_step_that_was_asked_for_becomes_a_checkpoint(
     def ask(request: Any) -> Future[Any]:
         reply: Future[Any] = Future()
         try:
-            reply.set_result(shards.answer_request({0: mine}, tmp_path / "another", request))
+            reply.set_result(
+                writer_requests.answer_request({0: mine}, tmp_path / "another", request)
+            )
         except Exception as error:
             reply.set_exception(OSError(str(error)))
         return reply

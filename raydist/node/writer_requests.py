@@ -1,4 +1,4 @@
-"""Writes a sharded state to the disk: each node writes the shards in its memory. (actor)
+"""Answers the driver in a writer process: each node writes the shards in its memory. (actor)
 
 All of it happens in a writer process, a child of the fork server, for one request of the driver
 (launch/flush.py): the newest states of a run that can't continue, or those that the ranks have put
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from raydist.messages.shards import (
+from raydist.messages.writer import (
     CommitShards,
     DropShards,
     HeldShards,

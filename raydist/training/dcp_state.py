@@ -1,4 +1,4 @@
-"""The sharded state of a model: what is kept and saved of it, and how to restore it. (rank side)"""
+"""The state of a sharded model in the form of torch's DCP, and how it is filled. (rank side)"""
 
 from __future__ import annotations
 
