@@ -26,6 +26,17 @@ LIMIT_S = 1800.0
 COUNT = (
     "import torch; print([torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])"
 )
+FAKE = "Fake GPU"
+"""The name of a GPU of tests/fake_gpu."""
+ONLY_REAL = (
+    "speed: what a GPU, NVLink, PCIe or RDMA costs or gains; each figure above is without meaning",
+    "numbers of real kernels: bf16, TF32 and atomics differ from a CPU's",
+    "the driver, NCCL's transports, topology and plug-ins, GPUDirect, CUDA graphs, cuDNN, "
+    "the code that torch.compile makes for GPUs",
+    "how far the host runs ahead: here it waits at each kernel for what precedes it in its stream",
+    "how much memory of a GPU other processes use: each counts only its own",
+)
+"""What the fake GPUs of the tests cannot show."""
 Figure = tuple[str, bool]
 """A figure, and whether it reaches the goal."""
 
@@ -196,7 +207,14 @@ def main(rounds: int = 3) -> list[str]:
         cells = [part.what, figure, part.goal, verdict]
         rows.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU"
-    REPORT.write_text("\n".join([f"# raydist on {gpus}", "", machine(), "", *rows, ""]))
+    lines = [f"# raydist on {gpus}", "", machine(), "", *rows, ""]
+    if FAKE in names:
+        lines += [
+            "Fake GPUs (tests/fake_gpu) cannot show:",
+            "",
+            *(f"- {each}" for each in ONLY_REAL),
+        ]
+    REPORT.write_text("\n".join(lines))
     print(f"the report is in {REPORT.absolute()}", flush=True)
     return rows
 

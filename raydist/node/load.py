@@ -91,7 +91,8 @@ def gpu_loads(nvml: Any) -> list[GpuLoad]:
     """
     found: list[GpuLoad] = []
     for index in range(nvml.nvmlDeviceGetCount()):
-        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        # A GPU that has fallen off the bus has no handle, and reports nothing.
+        gpu = told(nvml.nvmlDeviceGetHandleByIndex, index)
         memory = told(nvml.nvmlDeviceGetMemoryInfo, gpu)
         busy, milliwatts = (
             told(nvml.nvmlDeviceGetUtilizationRates, gpu),

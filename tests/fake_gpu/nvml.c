@@ -1,0 +1,148 @@
+/* NVML: what torch, Ray and pynvml ask of it, answered from the file of machine.h at each call.
+   A handle is the number of the GPU + 1; of a MIG instance (instance + 1) * 100 + that. */
+#include "machine.h"
+
+enum { OK, UNINITIALIZED, INVALID, NOT_SUPPORTED, NOT_FOUND = 6, GPU_IS_LOST = 15 };
+typedef size_t handle;
+struct memory { unsigned long long total, free, used; };
+struct memory_v2 { unsigned version; unsigned long long total, reserved, free, used; };
+
+static int at(handle h, struct gpu *into) {
+    struct gpu gpus[MOST];
+    int number = (int)(h % 100) - 1;
+    if (number < 0 || number >= fake_gpus(gpus)) return INVALID;
+    *into = gpus[number];
+    return strcmp(into->state, "lost") ? OK : GPU_IS_LOST;
+}
+
+int nvmlInit(void) { return OK; }
+int nvmlInit_v2(void) { return OK; }
+int nvmlInitWithFlags(unsigned flags) { return OK; }
+int nvmlShutdown(void) { return OK; }
+
+const char *nvmlErrorString(int code) {
+    switch (code) {
+    case OK: return "Success";
+    case INVALID: return "Invalid Argument";
+    case NOT_SUPPORTED: return "Not Supported";
+    case NOT_FOUND: return "Not Found";
+    case GPU_IS_LOST: return "GPU is lost";
+    default: return "Unknown Error";
+    }
+}
+
+int nvmlSystemGetDriverVersion(char *into, unsigned size) {
+    return snprintf(into, size, "999.0.fake"), OK;
+}
+int nvmlSystemGetCudaDriverVersion_v2(int *into) { return *into = 13020, OK; }
+
+int nvmlDeviceGetCount_v2(unsigned *into) {
+    struct gpu gpus[MOST];
+    return *into = fake_gpus(gpus), OK;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, handle *into) {
+    struct gpu g;
+    return *into = index + 1, at(*into, &g);
+}
+
+int nvmlDeviceGetName(handle h, char *into, unsigned size) {
+    struct gpu g;
+    int code = at(h, &g);
+    return code ? code : (snprintf(into, size, "Fake GPU"), OK);
+}
+
+int nvmlDeviceGetUUID(handle h, char *into, unsigned size) {
+    struct gpu g;
+    int code = at(h, &g);
+    if (code) return code;
+    char mig[64] = "";
+    if (h >= 100) fake_mig_uuid(mig, &g, h / 100 - 1);
+    return snprintf(into, size, "%s", *mig ? mig : g.uuid), OK;
+}
+
+int nvmlDeviceGetMemoryInfo(handle h, struct memory *into) {
+    struct gpu g;
+    int code = at(h, &g);
+    if (code) return code;
+    into->total = (unsigned long long)g.total_mib << 20;
+    into->used = (unsigned long long)g.used_mib << 20;
+    into->free = into->total - into->used;
+    return OK;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(handle h, struct memory_v2 *into) {
+    struct memory plain;
+    int code = nvmlDeviceGetMemoryInfo(h, &plain);
+    if (code) return code;
+    into->total = plain.total, into->free = plain.free, into->used = plain.used, into->reserved = 0;
+    return OK;
+}
+
+/* A GPU in MIG mode does not tell how busy it is. */
+int nvmlDeviceGetUtilizationRates(handle h, unsigned *into) {
+    struct gpu g;
+    int code = at(h, &g);
+    if (code) return code;
+    if (g.mig) return NOT_SUPPORTED;
+    return into[0] = g.util, into[1] = g.util / 2, OK;
+}
+
+int nvmlDeviceGetPowerUsage(handle h, unsigned *milliwatts) {
+    struct gpu g;
+    int code = at(h, &g);
+    return *milliwatts = code ? 0 : g.watts * 1000, code;
+}
+
+int nvmlDeviceGetTemperature(handle h, int sensor, unsigned *into) {
+    struct gpu g;
+    int code = at(h, &g);
+    return *into = code ? 0 : g.celsius, code;
+}
+
+int nvmlDeviceGetMigMode(handle h, unsigned *now, unsigned *later) {
+    struct gpu g;
+    int code = at(h, &g);
+    return *now = *later = code ? 0 : g.mig > 0, code;
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(handle h, unsigned *into) {
+    struct gpu g;
+    int code = at(h, &g);
+    return *into = code ? 0 : g.mig, code;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(handle h, unsigned index, handle *into) {
+    struct gpu g;
+    int code = at(h, &g);
+    if (code) return code;
+    return *into = (index + 1) * 100 + h, index < (unsigned)g.mig ? OK : NOT_FOUND;
+}
+
+/* Errors since the driver was loaded: one where the state is "ecc". `kind` 1: uncorrectable. */
+int nvmlDeviceGetTotalEccErrors(handle h, int kind, int since, unsigned long long *into) {
+    struct gpu g;
+    int code = at(h, &g);
+    return *into = !code && kind == 1 && !strcmp(g.state, "ecc"), code;
+}
+
+/* Nobody knows the processes of a GPU here. */
+int nvmlDeviceGetComputeRunningProcesses(handle h, unsigned *count, void *into) {
+    return *count = 0, OK;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(handle h, unsigned *count, void *into) {
+    return *count = 0, OK;
+}
+int nvmlDeviceGetGraphicsRunningProcesses_v3(handle h, unsigned *count, void *into) {
+    return *count = 0, OK;
+}
+
+/* torch's allocator asks who else uses a GPU that is full, and for NVLink. */
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, handle *into) {
+    unsigned number = 0;
+    sscanf(bus, "%*x:%x", &number);
+    return nvmlDeviceGetHandleByIndex_v2(number - 16, into);
+}
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NOT_SUPPORTED; }
+int nvmlDeviceGetGpuFabricInfoV(void) { return NOT_SUPPORTED; }

@@ -1,0 +1,72 @@
+"""The fake GPU itself: what programs see of it through torch's CUDA build, NVML and NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
+from tests.fake_gpu.conftest import Machine
+
+pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(900)]
+ONE = ("devices", "queues", "snapshots", "kernels", "fork")
+"""The functions of tests/fake_gpu/checks.py that one process runs."""
+LOADS = """
+import json
+import ray  # it has a pynvml
+from raydist.node.load import gpu_loads, open_nvml
+print(json.dumps(gpu_loads(open_nvml())))
+"""
+
+
+def start(*names: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.fake_gpu.checks", *names]
+    return subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+
+
+def outcome(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Return what failed in each function."""
+    output, _ = process.communicate(timeout=800)
+    failures: dict[str, str] = json.loads(output.splitlines()[-1])
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    env = FakeGpus(tmp_path_factory.mktemp("machine"), libraries, 2).env()
+    return outcome(start(*ONE, **env))
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_torch_runs_on_the_fake_gpus(failures: Mapping[str, str], name: str) -> None:
+    assert failures[name] == ""
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_the_collectives_of_two_ranks_are_right(
+    machine: Machine, backend: str, tmp_path: Path
+) -> None:
+    machine(2)
+    store = str(tmp_path / "store")
+    ranks = [start(f"ranks:{backend}", RANK=str(rank), STORE=store) for rank in range(2)]
+    assert [outcome(rank) for rank in ranks] == [{f"ranks:{backend}": ""}] * 2
+
+
+def test_the_load_of_a_node_shows_its_gpus(machine: Machine) -> None:
+    """Also of GPUs in MIG mode, which do not tell how busy they are, and of one that is lost."""
+    here = machine(3, Gpu(busy=90, used_mib=1024, total_mib=2048, watts=301, celsius=60))
+    here.change(1, Gpu(mig=2))
+    here.change(2, Gpu(state="lost"))
+    done = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    busy, instances, lost = json.loads(done.stdout)
+    whole = {"util": 0.9, "memory": [1 << 30, 2 << 30], "power_w": 301, "temp_c": 60}
+    assert busy == whole
+    assert (instances["util"], instances["power_w"]) == (None, 120)
+    assert set(lost.values()) == {None}
