@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from raydist.cluster import ray_private
 from raydist.launch import warm_server
 from tests import durations, programs
 from tests.leftovers import Session
@@ -166,7 +167,9 @@ def ray_address() -> Iterator[str]:
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (limit, limit)
     )  # as ray.init does: workers inherit the limit of this process
-    cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, "num_cpus": CPUS})
+    # a Cluster has no GPUs unless told, also where the machine has some
+    have = {"num_cpus": CPUS, "num_gpus": ray_private.count_gpus()}
+    cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, **have})
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()

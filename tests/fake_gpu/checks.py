@@ -29,7 +29,7 @@ def hold(on: bool, name: str = "hold-copies") -> None:
 
 def devices() -> None:
     """Importing torch has not used CUDA; devices, properties, memory, copies between all places."""
-    assert not torch.cuda.is_initialized()
+    assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     assert torch.cuda.is_available()
     assert torch.cuda.device_count() == 2
     found = [torch.cuda.get_device_properties(number) for number in range(2)]
@@ -53,7 +53,8 @@ def queues() -> None:
     pinned, there = torch.zeros(4, pin_memory=True), torch.ones(4, device="cuda")
     hold(True)
     pinned.copy_(there, non_blocking=True)
-    event, other = torch.cuda.Event(enable_timing=True), torch.cuda.Stream()
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    other: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     event.record()
     other.wait_event(event)
     assert not event.query()
@@ -103,7 +104,7 @@ def train(device: str) -> list[list[float]]:
         hidden = model(images)[None]
         loss = F.cross_entropy(attention(hidden, hidden, hidden)[0][0], labels)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
         optimizer.step()
     return [parameter.detach().flatten().tolist() for parameter in parts.parameters()]
@@ -132,16 +133,16 @@ def ranks(backend: str) -> None:
     rank = int(os.environ["RANK"])
     here = torch.device("cuda", rank)
     torch.cuda.set_device(here)
-    store, limit = dist.FileStore(os.environ["STORE"], 2), timedelta(seconds=120)
+    limit = timedelta(seconds=120)
+    store = dist.FileStore(os.environ["STORE"], 2)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=here
     )
     own = torch.full((3,), float(rank + 1), device=here)
 
-    def changed(collective: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> list[float]:
+    def changed(collective: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
         collective(tensor, *args)
-        values: list[float] = tensor.tolist()
-        return values
+        return tensor.tolist()
 
     assert changed(dist.all_reduce, own.clone()) == [3] * 3
     assert changed(dist.all_reduce, own.clone(), dist.ReduceOp.MAX) == [2] * 3
@@ -159,7 +160,7 @@ def ranks(backend: str) -> None:
     for work in dist.batch_isend_irecv(swap):
         work.wait()
     assert received.tolist() == [2 - rank] * 3
-    group = dist.new_group([0, 1])
+    group: Any = dist.new_group([0, 1])
     dist.all_reduce(own, group=group)
     assert own.tolist() == [3] * 3
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).to(here), device_ids=[here])

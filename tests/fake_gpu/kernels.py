@@ -149,7 +149,7 @@ def register() -> None:
     found = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {*(name for name in found if name.startswith("aten::")), *ALSO} - NATIVE
     native_copy = torch.library.get_kernel("aten::copy_", "CUDA")
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     kept.append(library)  # its end would take the kernels away
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each overrides a kernel

@@ -131,7 +131,7 @@ def test_copies_to_page_locked_memory_are_whole_and_end_when_the_gpu_says_so() -
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])  # Adam keeps its `step` on the host
 def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(
-    ray_address: str, optim: str
+    on_ray: Path, optim: str
 ) -> None:
     whole, done = train(optim=optim), train(optim=optim, struck=(kill(0, STRUCK),))
     (back,) = kinds(done, "restarted")
@@ -145,14 +145,14 @@ def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(
     assert done.values[0]["figures"] == pytest.approx(whole.values[0]["figures"], rel=1e-3)
 
 
-def test_a_model_in_shards_goes_on_from_memory(ray_address: str) -> None:
+def test_a_model_in_shards_goes_on_from_memory(on_ray: Path) -> None:
     done = train("parallel=fsdp", struck=(kill(0, STRUCK),))
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 2  # the copy of the newest step may not be complete
 
 
 @several
-def test_fewer_ranks_go_on_from_the_checkpoint_of_all(ray_address: str) -> None:
+def test_fewer_ranks_go_on_from_the_checkpoint_of_all(on_ray: Path) -> None:
     first = train()
     more = train("scale=1x1", "train.epochs=3", f"resume={first.checkpoint}")
     assert kinds(more, "report")[0]["step"] == int(str(first.checkpoint)[-8:]) + 1
@@ -170,7 +170,7 @@ def own_gpu() -> tuple[str, int, str]:
     )
 
 
-def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(ray_address: str) -> None:
+def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(on_ray: Path) -> None:
     gpus = [value for value in raydist.run(own_gpu, *ON_RAY, f"scale=1x{GPUS}").values if value]
     assert len({uuid for uuid, _, _ in gpus}) == GPUS
     assert all(device.startswith("cuda") for _, _, device in gpus)
