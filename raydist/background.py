@@ -76,7 +76,7 @@ class Run(Generic[T]):
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._over, timeout):
-                raise TimeoutError(f"the run in {self.dir} is not over after {timeout} s")
+                raise TimeoutError(f"the run in {self.dir} has not ended after {timeout} s")
         if self._error is not None:
             raise self._error
         assert self._result is not None

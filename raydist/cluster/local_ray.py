@@ -83,7 +83,7 @@ def temp_folder() -> Path:
     except OSError as error:
         raise LaunchError(f"Ray has no folder for its files: {error}; {advice}") from error
     raise LaunchError(
-        f"{own}, for Ray's files, is no folder of uid {os.getuid()} with mode 700; {advice}"
+        f"{own}, for Ray's files, is not a folder of uid {os.getuid()} with mode 700; {advice}"
     )
 
 

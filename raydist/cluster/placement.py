@@ -174,7 +174,7 @@ def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
     for name in ("CPU", "GPU"):
         if name in scale.resources:
             amount = f"{scale.resources[name]:g}"
-            cause, right = "it has a setting of its own", f"scale.{name.lower()}s={amount}"
+            cause, right = "it has a separate setting", f"scale.{name.lower()}s={amount}"
             raise ConfigError.of(f"scale.resources.{name}", amount, cause, right)
     return {
         "CPU": scale.cpus,

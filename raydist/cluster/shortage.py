@@ -79,9 +79,8 @@ def suggestion(request: ResourceRequest, capacity: Capacity) -> str:
     ):
         names = ", ".join(name for name, amount in least.items() if not amount)
         return (
-            f"no node has {names} beside the other resources: add such a node, or start Ray's "
-            "nodes with more "
-            "(ray start --num-cpus=N)"
+            f"no node has {names} together with the other resources: add such a node, or start "
+            "Ray's nodes with more (ray start --num-cpus=N)"
         )
     settings, need = smaller_rank(request, least)
     bundles = (bundle(need, request.ranks_per_bundle),) * len(request.bundles)

@@ -54,7 +54,7 @@ def bind_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Bindi
     if mode == "none" or plan.request.backend == "mpi":
         return Binding("scale.numa=none" if mode == "none" else "mpirun binds its ranks itself")
     if not node.numa:
-        return Binding(f"known once {node.hostname} has been asked")
+        return Binding(f"not known before {node.hostname} is probed")
     if len(node.numa) == 1 and mode == "auto":
         return Binding(f"{node.hostname} has one NUMA node")
     homes = gpu_homes(node, gpu_ids(plan, facts, lead), ranks)

@@ -186,7 +186,7 @@ def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterato
         variables = (
             EnvVar("NCCL_DEBUG", "INFO", why),
             EnvVar("NCCL_DEBUG_SUBSYS", rdma.SUBSYSTEMS, why),
-            EnvVar("NCCL_DEBUG_FILE", file, "becomes logs/rank-N.nccl, beside the rank's own log"),
+            EnvVar("NCCL_DEBUG_FILE", file, "becomes logs/rank-N.nccl, next to the rank's own log"),
         )
         yield from (unless_set(var, node) for var in variables)
         return

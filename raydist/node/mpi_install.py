@@ -137,7 +137,7 @@ def program_beside(mpirun: str, name: str) -> str:
         if (folder / name).is_file():
             return str(folder / name)
     raise LaunchError(
-        f"{socket.gethostname()} has {mpirun} but no {name} beside it: install that MPI "
+        f"{socket.gethostname()} has {mpirun} but no {name} next to it: install that MPI "
         "completely there"
     )
 

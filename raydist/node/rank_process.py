@@ -264,13 +264,13 @@ class RankProcess:
         )
 
     def _end_without_news(self, error: Exception) -> RankNews:
-        """Kill the rank because its news can't be read, and return the error as the rank's end.
+        """Kill the rank because its messages can't be read, and return the error as the rank's end.
 
         If the request itself failed, the driver would consider the agent lost and replace it.
         """
         if self.running:
             self.kill()
-        beat, message = self.reports.beat(), f"its agent can't read its news: {error}"
+        beat, message = self.reports.beat(), f"its agent can't read its messages: {error}"
         recorded = RecordedError(type(error).__name__, message, traceback.format_exc())
         end = RankEnd(1, 0, time.time(), step=beat[0], phase=beat[1], error=recorded)
         return RankNews((), b"", b"", beat, 0.0, (0, 0.0, 0.0), 0.0, end, sent=time.time())

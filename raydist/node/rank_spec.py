@@ -78,9 +78,8 @@ def refuse_code_of_others(request: StartRank, cwd: str) -> None:
             )
             raise ConfigError(
                 f"{found} on {host} {whose}, and every user of {host} may write to "
-                f"{found.parent}: its code could be "
-                "anybody's; set working_dir=. to send this folder, or put it where only you can "
-                "write"
+                f"{found.parent}: anyone could have put code there; set working_dir=. to send this "
+                "folder, or put it where only you can write"
             )
 
 

@@ -105,7 +105,7 @@ class AgentCalls:
                 f"the agent of rank {rank} on {self._host(rank)} has not answered for "
                 f"{self._silences.limit:.0f} s"
             )
-            text = f"{text}: it is stopped, or its node; the training goes on"
+            text = f"{text}: it is stopped, or its node; the training continues"
             self._events.add(kinds.Warning(rank=rank, text=text))
         return new
 
@@ -170,7 +170,7 @@ class AgentCalls:
         if quiet_s > deadlines.AGENT_S and host not in self._quiet_servers:
             self._quiet_servers.add(host)
             text = f"the fork server of {host} has not answered for {quiet_s:.0f} s"
-            self._events.warn(f"{text}: it is stopped, or waits for a disk; the training goes on")
+            self._events.warn(f"{text}: it is stopped, or waits for a disk; the training continues")
 
     def _node(self, rank: int) -> str:
         return self._group.plan.slots[rank].node.id

@@ -197,7 +197,7 @@ class Supervisor:
             self._on_lost(rank)
             return
         text = (
-            f"rank {rank} on {self._host(rank)} has ended, as its node knows; its last events "
+            f"rank {rank} on {self._host(rank)} has ended, as its node reports; its last events "
             "and output are lost"
         )
         self._events.add(kinds.Warning(rank=rank, text=text))

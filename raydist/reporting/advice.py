@@ -45,9 +45,8 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         lambda end: end.how == "lost",
-        "check whether the node is up, and read its log and Ray's (`ray logs`); scale.wait_s is "
-        "the longest wait for "
-        "another node",
+        "check whether the node is up, and read its log and Ray's (`ray logs`); scale.wait_s "
+        "limits the wait for another node",
     ),
     (
         lambda end: end.how == "hung" and "SIGSTOP" in end.message,
@@ -56,7 +55,7 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     ),
     (
         lambda end: end.how == "hung",
-        "compare the stacks of the ranks, beside their logs: a collective that only some ranks "
+        "compare the stacks of the ranks, next to their logs: a collective that only some ranks "
         "reach hangs all of them",
     ),
     (

@@ -110,7 +110,7 @@ class Spent:
             "steps": min(wall_s, self.step_s),
             "launch": self.launch_s,
             "failures": sum(self.failure_times(end)),
-            "steps done again": self.repeated_s,
+            "repeated steps": self.repeated_s,
             **{NAMES.get(what, what): s for what, s in beside.items()},
         }
         return {**known, "rest": max(0.0, wall_s - sum(known.values()))}

@@ -35,24 +35,27 @@ CAUSES = ("killed", "oom", "raised", "exited", "hung", "lost", "drained", "ended
 """How the rank that failed first ended (shared.outcome.End.how), and whether memory ran out."""
 GAUGES = {
     "step": ("newest step", ()),
-    "steps": ("steps in all, if the loop says so", ()),
+    "steps": ("total number of steps, if the loop reports it", ()),
     "steps_per_second": ("over the last half minute", ()),
     "samples_per_second": (
         "of all ranks, over the last half minute, if the loop counts samples",
         (),
     ),
-    "step_timestamp_seconds": ("when the newest step was reported, since the epoch", ()),
+    "step_timestamp_seconds": ("when the newest step was reported, in seconds since the epoch", ()),
     "value": ("newest value of each name that rank 0 reported", ("name",)),
     "goodput_ratio": ("share of the time since the start in steps that counted", ()),
     "slow_ratio": (
-        "share of a step that others wait for this rank, once it was named",
+        "share of a step in which the others wait for this rank, once it is reported as slow",
         ("rank", "host"),
     ),
     "hang_seconds": (
-        "how long ranks have been silent, at the last alarm; 0 after the next step",
+        "seconds for which ranks were silent at the last alarm; 0 after the next step",
         (),
     ),
-    "kept_timestamp_seconds": ("when the newest state was kept, since the epoch", ("where",)),
+    "kept_timestamp_seconds": (
+        "when the newest state was kept, in seconds since the epoch",
+        ("where",),
+    ),
     "port_received_bytes": (
         "of each NIC and HCA port, since its driver was loaded",
         ("host", "port"),
@@ -173,8 +176,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         elif name not in self._names and not self._full:
             self._full = True
             self._warn(
-                f"Prometheus gets {VALUES} names of reported values, and {name!r} is one more: "
-                "it is left out"
+                f"Prometheus gets at most {VALUES} names of reported values: {name!r} is left out"
             )
         return name in self._names
 

@@ -57,7 +57,7 @@ class Result(Generic[T]):
     goodput: float = 0.0
     """Time in training steps that counted, as a fraction of the time of the run: 0 to 1."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of the run: steps, launch, failures, steps done again, evaluation,
+    """Seconds of each part of the run: steps, launch, failures, repeated steps, evaluation,
     saves, rest."""
     recovery: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of the failures: detect, kill, place, fork, rendezvous, restore, first

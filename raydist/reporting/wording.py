@@ -54,7 +54,7 @@ def plan_line(event: kinds.HasPlan) -> str:
     nodes = {slot.get("node", slot.get("ip")) for slot in event.slots}
     hosts = [node["host"] for node in event.spares]
     spares = (
-        f", {counted(len(hosts), 'spare')} ({', '.join(hosts)}; warm some seconds after the "
+        f", {counted(len(hosts), 'spare')} ({', '.join(hosts)}; warm a few seconds after the "
         "first step)"
         if hosts
         else ""

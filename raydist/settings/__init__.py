@@ -30,7 +30,7 @@ or raises a ConfigError that names the value and what to type instead. Starts no
     secrets.py            Tell by name or value which settings are secrets; strip them for saving
     targets.py            Find the function of `job=` by name and check its arguments, without
                           importing it
-    torchrun.py           torchrun's flags -> raydist's overrides, a note that a flag is needless,
+    torchrun.py           torchrun's flags -> raydist's overrides, a note that a flag is not needed,
                           or a refusal
     validate.py           Values of a Job that cannot be right: a ConfigError with the value and a
                           suggestion

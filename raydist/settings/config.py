@@ -92,7 +92,7 @@ class Mpi:
     """Options of backend=mpi."""
 
     mpirun: str = "auto"
-    """Path of mpirun (Open MPI or MPICH) on every node; auto: the one on PATH, else the one beside
+    """Path of mpirun (Open MPI or MPICH) on every node; auto: the one on PATH, else the one next to
     this Python."""
     args: list[str] = field(default_factory=list)
     """More arguments of mpirun: backend.mpi.args=[--bind-to,core]."""
@@ -271,7 +271,7 @@ class Parallel:
     """How raydist.fit divides model and batch: pp x replicate x shard x tp = number of ranks."""
 
     name: str = one_of("ddp", "fsdp", "hsdp", "tp", "pp")
-    """What the numbers below are where they are not set. ddp: each rank has the whole model. fsdp:
+    """What the numbers below are if they are not set. ddp: each rank has the whole model. fsdp:
     all ranks share one copy of the parameters, gradients and optimizer state. hsdp: the ranks of a
     node share one. tp: the ranks of a node share each layer, and fsdp among nodes. pp: each rank
     has some of the blocks, a stage of one pipeline."""
@@ -288,8 +288,8 @@ class Parallel:
     """Equal parts of a batch that go through the stages one after another; null: up to four for
     each stage, each with two samples or more."""
     schedule: str = one_of("1f1b", "gpipe")
-    """In which order a stage works on micro-batches; torch's name. 1f1b: backward as soon as it can
-    be, so few activations wait. gpipe: backward after the forward of all."""
+    """The order in which a stage works on micro-batches; torch's name. 1f1b: backward as soon as
+    possible, so that few activations are kept. gpipe: backward after the forward of all."""
     blocks: str = ""
     """Class of the modules that are sharded, and compiled, one by one: parallel.blocks=Block.
     Empty: the model's _no_split_modules, else the class that repeats in its ModuleLists and
@@ -379,28 +379,29 @@ class Sweep:
     trials: int | None = at_least(1, None)
     """Number of trials; null: all combinations of the grid."""
     objective: str = ""
-    """The reported number that is to become small or large: sweep.objective=min:test_loss. Several
-    are separated by commas. Its last value counts."""
+    """The reported number to minimize or maximize: sweep.objective=min:test_loss. Several are
+    separated by commas. Its last value counts."""
     prune: str = one_of("none", "asha", "median")
-    """Who ends early. asha: at each milestone the best 1/`reduction` of the trials go on at once,
-    the others are paused and go on once they belong to them. median: a trial ends that is worse
-    than the median of the others."""
+    """Which trials end early. asha: at each milestone the best 1/`reduction` of the trials continue
+    at once; the others are paused, and continue once they are among the best. median: a trial that
+    is worse than the median of the others ends."""
     min_steps: int = at_least(1, 100)
-    """The first milestone, in steps; with asha the next ones at `reduction` times as many, with
-    median at 2, 3, … times."""
+    """The first milestone, in steps. The next ones: with asha each at `reduction` times the one
+    before, with median at 2, 3, … times the first."""
     reduction: int = at_least(2, 3)
-    """asha: the part of the trials that goes on at each milestone, as 1/reduction."""
+    """asha: at each milestone 1/`reduction` of the trials continue."""
     parallel: int | None = at_least(1, None)
-    """The most trials at a time; null: as many as the cluster has room for. A Ray that raydist
-    starts on this machine gets CPUs for so many."""
+    """Maximum number of trials at a time; null: as many as the cluster has room for. A Ray that
+    raydist starts on this machine gets CPUs for that many."""
     on_failure: str = one_of("skip", "retry", "end")
-    """What follows when a trial fails that is not restarted any more. retry: it is started again
-    from its last state, up to `retries` times. end: the sweep ends; the default of --multirun."""
+    """What happens after the last failure of a trial. skip: the other trials continue.
+    retry: it is started again from its last state, up to `retries` times. end: the sweep ends; the
+    default of --multirun."""
     retries: int = at_least(0, 1)
     """on_failure=retry: how often a trial is started again."""
     resume: str = ""
-    """The folder of a sweep to go on with: what has finished does not run again, the rest goes on
-    from its last state."""
+    """The folder of a sweep to continue: finished trials do not run again, the others continue from
+    their last state."""
     seed: int = at_least(0, 0, most=2**32 - 1)
     """Seed of the sampler."""
     dir: str = ""

@@ -1,4 +1,4 @@
-"""torchrun's flags -> raydist's overrides, a note that a flag is needless, or a refusal. (driver)
+"""torchrun's flags -> raydist's overrides, a note that a flag is not needed, or a refusal. (driver)
 
 The names, defaults and environment variables (PET_…) are those of torch/distributed/run.py (2.15),
 repeated here because importing that file takes seconds.
@@ -45,13 +45,13 @@ NEEDLESS = {
     "master-addr": "raydist chooses it",
     "master-port": "raydist chooses a free one",
     "local-addr": "it is the node's address in Ray; set fabric.interface=NAME for another",
-    "monitor-interval": "the end of a rank is known at once",
-    "start-method": "a script always runs in a process of its own; set start=spawn for a new "
+    "monitor-interval": "raydist notices the end of a rank at once",
+    "start-method": "a script always runs in a separate process; set start=spawn for a new "
     "interpreter",
     "event-log-handler": "events are in events.jsonl of the run folder",
     "log-line-prefix-template": "lines are shown as [RANK] line",
     "shutdown-timeout": "the ranks of a failed run are ended at once",
-    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP stop the run in order",
+    "signals-to-handle": "SIGINT, SIGTERM and SIGHUP stop the run cleanly",
     "duplicate-stdout-filters": "each rank's log has its whole output",
     "duplicate-stderr-filters": "each rank's log has its whole output",
 }
@@ -105,13 +105,16 @@ def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
         parser.add_argument(
             *spellings(name),
             default=environ.get(variable(name)),
-            help=f"needless: {why}",
+            help=f"not needed: {why}",
             metavar="…",
         )
     for name in REFUSED:
         parser.add_argument(*spellings(name), nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument(
-        *spellings("node-rank"), default="0", help="needless: raydist is started once", metavar="…"
+        *spellings("node-rank"),
+        default="0",
+        help="not needed: raydist is started once",
+        metavar="…",
     )
     parser.add_argument(
         "--time", action="store_true", help="raydist's: show at the end where the time went"

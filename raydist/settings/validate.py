@@ -186,7 +186,7 @@ def _check_size(job: Job) -> None:
             "the minimum is more than the maximum", f"scale.nodes={scale.max_nodes}..{scale.nodes}"
         )
     if scale.max_nodes is not None and scale.spares:
-        cause = f"scale.nodes={scale.nodes or 1}..{scale.max_nodes} uses every node itself"
+        cause = f"scale.nodes={scale.nodes or 1}..{scale.max_nodes} uses all nodes already"
         raise ConfigError.of("scale.spares", scale.spares, cause, "scale.spares=0")
     if scale.nodes is None and scale.spares:
         raise wrong("scale=cluster uses all nodes already", f"scale.nodes=1 {override}")
@@ -268,7 +268,7 @@ def _check_batch(job: Job, max_nodes: int) -> None:
 
 def _check_repeatable(job: Job) -> None:
     if job.deterministic and job.train.cudnn_search:
-        cause = "the algorithms that it finds may be others in the next run, but deterministic=true"
+        cause = "it may find other algorithms in the next run, which deterministic=true forbids"
         raise ConfigError.of(
             "train.cudnn_search", "true", cause, "train.cudnn_search=false", "deterministic=false"
         )

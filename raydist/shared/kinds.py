@@ -239,7 +239,7 @@ class Begin(OfRank):
     samples: int | None = None
     """Samples of an epoch, if they can be counted."""
     resumed: int | None = None
-    """The step that it continues from; None: it begins anew."""
+    """The step that it continues from; None: a new start."""
 
 
 class Report(OfRank):

@@ -223,7 +223,7 @@ def newest(
         try:
             return verify(path, hashed)
         except Flaw as why:
-            warn(f"checkpoint {path} is passed over: {why}")
+            warn(f"checkpoint {path} is skipped: {why}")
     return None
 
 
@@ -326,7 +326,7 @@ def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
         return path, (
             f"the checkpoint of step {request.step} could not be written to {folder} ({why}): it "
             f"is in {path} on "
-            f"{socket.gethostname()}, and what was saved there before is as it was"
+            f"{socket.gethostname()}, and what was saved there before is unchanged"
         )
     try:
         prune(folder, request, request.step)

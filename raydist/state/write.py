@@ -140,7 +140,7 @@ class Meta:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if odd:  # both become names of files on this machine
-            raise ValueError(f"the entry of {odd[0]} is none of raydist's")
+            raise ValueError(f"the entry of {odd[0]} was not written by raydist")
         return cls(**known | {"files": files})
 
 

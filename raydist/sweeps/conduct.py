@@ -276,7 +276,7 @@ class Conductor:
         if live.intent:
             return
         match rules.verdict(self.states, message.number, self._rule, len(self.trials) < self._most):
-            case "go on":
+            case "continue":
                 self._change(replace(trial, passed=len(trial.curve)))
             case what:
                 live.intent = "paused" if what == "pause" else "ended"

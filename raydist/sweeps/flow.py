@@ -180,7 +180,7 @@ def checked(job: Job) -> Job:
     if job.group == "inline":
         raise ConfigError.of("group", "inline", "a sweep runs on Ray", "group=ray")
     if job.resume == "auto":
-        cause = "each trial begins by itself; sweep.resume=FOLDER goes on with a sweep"
+        cause = "each trial is a new run; sweep.resume=FOLDER continues a sweep"
         raise ConfigError.of("resume", "auto", cause, "resume=none")
     return job
 

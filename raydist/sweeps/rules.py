@@ -40,7 +40,7 @@ class Prune:
 
 def verdict(
     trials: Sequence[Trial], number: int, rule: Prune, more: bool
-) -> Literal["go on", "pause", "end"]:
+) -> Literal["continue", "pause", "end"]:
     """Return what a running trial that has just reached a milestone does.
 
     `more`: trials may still be proposed.
@@ -48,11 +48,11 @@ def verdict(
     trial = next(each for each in trials if each.number == number)
     rung = len(trial.curve) - 1
     if rule.kind == "median":
-        return "end" if worse_than_median(trials, trial, rule) else "go on"
+        return "end" if worse_than_median(trials, trial, rule) else "continue"
     if rule.kind != "asha" or trial.passed > rung or number in promotable(trials, rung, rule):
-        return "go on"
+        return "continue"
     waits = [each if each.number != number else replace(each, state="paused") for each in trials]
-    return "go on" if last_resort(waits, rule, more) == number else "pause"
+    return "continue" if last_resort(waits, rule, more) == number else "pause"
 
 
 def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:

@@ -143,5 +143,5 @@ def summary_facts(
         )
     unfinished = [trial for trial in trials if trial.state in ("waiting", "running", "stopped")]
     if unfinished:
-        facts.append(("go on", f"raydist sweep sweep.resume={folder}"))
+        facts.append(("continue", f"raydist sweep sweep.resume={folder}"))
     return [*facts, ("folder", folder), ("records", "sweep.json, sweep.csv")]

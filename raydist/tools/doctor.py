@@ -42,7 +42,7 @@ Starts no rank.
 Exit code: 0 if the job can run, 1 if something would break it, 2 for a wrong setting.
 """
 CHECKED = "\n".join(
-    ["checks beside those of each launch:", *wording.table([*map(list, CHECKS.items())])]
+    ["checks in addition to those of each launch:", *wording.table([*map(list, CHECKS.items())])]
 )
 TIMEOUT_S = 3.0
 

@@ -247,7 +247,8 @@ def patch(source: Path) -> None:
         text = (source / name).read_text(encoding="utf-8")
         if old not in text:
             raise LaunchError(
-                f"{source / name} does not say {old!r}: this is not the source of Horovod {VERSION}"
+                f"{source / name} does not contain {old!r}: this is not the source of "
+                f"Horovod {VERSION}"
             )
         (source / name).write_text(text.replace(old, new), encoding="utf-8")
 

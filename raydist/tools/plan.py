@@ -265,7 +265,7 @@ def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
     """
     node, gpus = lead.node, plan.request.rank_resources.get("GPU", 0) * lead.local_world_size
     ids = (
-        [f"<the {counted(math.ceil(gpus), 'GPU')} that Ray gives>"]
+        [f"<the {counted(math.ceil(gpus), 'GPU')} that Ray assigns>"]
         if gpus and job.group == "ray"
         else None
     )

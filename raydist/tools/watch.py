@@ -35,9 +35,7 @@ from raydist.watch.web.sweep import FollowedSweep, is_sweep
 
 def watch_parser() -> ToolParser:
     """Return the parser of the flags and the place."""
-    parser = ToolParser(
-        "watch", "Shows a run in a browser: while it goes on, or from what it has left."
-    )
+    parser = ToolParser("watch", "Shows a run in a browser, while it runs or afterwards.")
     parser.positional(
         "RUN",
         "folder of a run, of a sweep or of many; URL of a run in its storage; or newest (default)",
@@ -45,7 +43,7 @@ def watch_parser() -> ToolParser:
     parser.add_argument(
         "--job",
         metavar="ID",
-        help="the run of a job that was submitted to Ray: needs its port only",
+        help="the run of a job that was submitted to Ray; needs only the dashboard's port",
     )
     parser.add_argument(
         "--address",
@@ -132,7 +130,9 @@ def nothing_stored(place: str) -> ConfigError:
     ):
         why = "that is a folder of runs, and a store shows one run at a time"
         return no_run(place, why, f"{place.rstrip('/')}/{below[-1]}")
-    return no_run(place, "no run is there: its records come when it has ended", "it again later")
+    return no_run(
+        place, "no run is there: a run's records are stored when it ends", "it again later"
+    )
 
 
 def files_of_job(job: str, address: str) -> Read:

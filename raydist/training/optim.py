@@ -76,12 +76,12 @@ def optimizer(
         if name == "lr":
             rate = settings.args["lr"]
             raise ConfigError.of(
-                "optim.args.lr", rate, "it has a setting of its own", f"optim.lr={rate}"
+                "optim.args.lr", rate, "it has a separate setting", f"optim.lr={rate}"
             )
         if name == "fused":
             given = str(settings.args["fused"]).lower()
             raise ConfigError.of(
-                "optim.args.fused", given, "it has a setting of its own", f"optim.fused={given}"
+                "optim.args.fused", given, "it has a separate setting", f"optim.fused={given}"
             )
         if name not in known:
             value, close = settings.args[name], nearest(name, known, "optim.args.")

@@ -190,14 +190,16 @@ class Stream(data.Order):
     def _differs(self) -> str:
         if self.common:
             cause = (
-                "gives other samples on other ranks, so it cannot be divided: seed a "
-                "generator of its own alike on"
+                "gives different samples on different ranks, so it cannot be divided: seed its "
+                "generator with the same number on"
             )
             return (
                 f"train={self.name} {cause} all ranks; if it divides itself, give fit a torch "
                 "DataLoader of it"
             )
-        cause = "gives other batches on ranks that compute a sample together: its sampler must have"
+        cause = (
+            "gives different batches on ranks that compute a sample together: its sampler must have"
+        )
         return (
             f"train={self.name} {cause} {self.world_size} parts, and give this rank that of "
             f"number {self.rank}"
@@ -270,7 +272,7 @@ class Stream(data.Order):
         why = next(unloadable(self._state, f"the state of train={self.name}"), None)
         if why is not None and self.deal.stateful:
             self.deal.stateful = False
-            context.warn(f"{why}; a resumed run reads the epoch again up to its place")
+            context.warn(f"{why}; a resumed run reads the epoch again up to its position")
         return None if why else self._state
 
     def go_on(self, place: State, own: State | None) -> None:
@@ -286,8 +288,8 @@ class Stream(data.Order):
                     else f"the parts of {saved_by or 'all'} ranks do not fit these"
                 )
                 text = (
-                    f"train={self.name}: {why}: epoch {self.epoch + 1} begins anew, and its "
-                    "samples come again"
+                    f"train={self.name}: {why}: epoch {self.epoch + 1} starts again "
+                    "from its first sample"
                 )
                 context.warn(text)
         self._state = place.get("source") if self.common else own
@@ -364,8 +366,8 @@ def stream(
     found.size = length(train, kind, found, deal.count) * total
     if not found.size and job.train.steps is None:
         cause = (
-            f"train={name} has no length, so train.epochs={job.train.epochs} says no number "
-            "of steps"
+            f"train={name} has no length, so train.epochs={job.train.epochs} sets no "
+            "number of steps"
         )
         raise ConfigError.of("train.steps", None, cause, "train.steps=1000")
     if rank == 0 and (lacks := shortcomings(deal, train, world_size)):
@@ -382,8 +384,7 @@ def source_kind(train: Any, world_size: int) -> str:
     if hasattr(train, "__next__") and not hasattr(train, "load_state_dict"):
         raise ConfigError(
             f"train={type(train).__name__} is an iterator, which can be read only once: give fit "
-            "what makes it, an "
-            "IterableDataset with __iter__, or a DataLoader"
+            "the object that creates it: an IterableDataset with __iter__, or a DataLoader"
         )
     if not isinstance(train, IterableDataset):
         return "loader"
@@ -452,23 +453,21 @@ def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
     """List what this source does not promise, or what it costs, in a few words each."""
     said = []
     if deal.kind == "ray":
-        return [
-            "Ray Data has no order that could be had again: a resumed run begins the epoch anew"
-        ]
+        return ["the order of Ray Data cannot be reproduced: a resumed run starts the epoch again"]
     if world_size > 1:
         if deal.kind == "stream":
             said.append(
                 f"each of {world_size} ranks reads all of it, and takes its part of each batch"
             )
         else:
-            said.append("another number of ranks begins the epoch anew")
+            said.append("with another number of ranks the epoch starts again")
         if type(getattr(train, "sampler", None)).__name__ in ("RandomSampler", "SequentialSampler"):
             said.append(
                 "each rank goes through all of its data set (a DistributedSampler gives it its "
                 "part)"
             )
     if not deal.stateful:
-        said.append("a resumed run reads the epoch again up to its place")
+        said.append("a resumed run reads the epoch again up to its position")
     if deal.loading is not None and deal.loading.workers > 1:
         said.append("data.workers: one worker of each rank reads it")
     return said

@@ -21,11 +21,11 @@ LEAST_S = 10.0
 """Minimum seconds that must be measured: a shorter time is not worth a line."""
 ADVICE = {
     "map": (
-        "data.workers=2 loads batches beside the training",
+        "data.workers=2 loads batches while the model trains",
         "data.workers={more} loads more of them at a time",
     ),
     "stream": (
-        "data.workers=1 reads ahead beside the training",
+        "data.workers=1 reads ahead while the model trains",
         "a StatefulDataLoader of it may have more workers",
     ),
     "loader": ("give the loader more workers (num_workers)",) * 2,

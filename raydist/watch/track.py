@@ -51,7 +51,7 @@ class Trackers(AbstractContextManager["Trackers"]):
                 self._all.append(TrackerProcess(name, job, events, before))
             except OSError as error:
                 events.warn(
-                    f"{name} cannot be started ({error}); the run goes on without it",
+                    f"{name} cannot be started ({error}); the run continues without it",
                 )
 
     def with_ids(self) -> Job:
@@ -163,7 +163,7 @@ class TrackerProcess:
             why = f"it did not finish in {END_S:g} s"
         if why and not self._warned:
             log = Path("logs", f"track-{self.name}.log")
-            self._events.warn(f"{self.name} has not all of the run: {why} ({log})")
+            self._events.warn(f"{self.name} lacks part of the run: {why} ({log})")
         with suppress(ProcessLookupError):  # what its library has started ends too
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

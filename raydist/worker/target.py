@@ -28,8 +28,8 @@ def _load_file(path: Path) -> Any:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, f"{path} is no Python file"
-    assert spec.loader is not None, f"{path} is no Python file"
+    assert spec is not None, f"{path} is not a Python file"
+    assert spec.loader is not None, f"{path} is not a Python file"
     module = importlib.util.module_from_spec(spec)
     # DataLoader workers and pickle find the module by its name.
     sys.modules[path.stem] = module

@@ -508,7 +508,7 @@ def test_an_agent_that_cannot_read_the_news_ends_its_rank_and_starts_another(
     assert end is not None
     assert end.error is not None
     assert (end.code, end.step, end.told, end.error.type) == (1, 1, False, "OSError")
-    assert "its agent can't read its news: [Errno 5]" in end.error.message
+    assert "its agent can't read its messages: [Errno 5]" in end.error.message
     assert end.error.traceback.startswith("Traceback")
     assert second.end is not None
     assert (second.end.code, second.end.error) == (0, None)

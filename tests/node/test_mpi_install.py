@@ -155,7 +155,7 @@ def test_what_a_shell_would_have_done_is_not_done(ompi: Install) -> None:
 
 def test_an_incomplete_installation_is_an_error(ompi: Install) -> None:
     (Path(ompi.mpirun).parent / "prted").unlink()
-    with pytest.raises(LaunchError, match="no prted beside it"):
+    with pytest.raises(LaunchError, match="no prted next to it"):
         mpi_install.daemon(PRTED, ompi, "eth0")
 
 

@@ -297,7 +297,7 @@ def test_where_the_time_of_a_run_went() -> None:
         "steps": steps,
         "launch": 1.0,
         "failures": 1.0,
-        "steps done again": 0.8,
+        "repeated steps": 0.8,
         "evaluation": 0.3,
         "saves": 0.05,
     }

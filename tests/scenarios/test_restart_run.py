@@ -120,7 +120,7 @@ def test_two_faults_and_a_snapshot_now_and_then(on_ray: Path, group: str, backen
     assert [event["number"] for event in events(done, "restart")] == [1, 2]
     assert [end.rank for end in done.restarts] == [1, 0]
     assert 0 < done.goodput < 1
-    assert done.spent["failures"] > 0 < done.spent["steps done again"]
+    assert done.spent["failures"] > 0 < done.spent["repeated steps"]
     assert sum(done.spent.values()) == pytest.approx(done.wall_s, rel=0.02)
     assert done.recovery.keys() == {
         "detect",
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
 
     done = raydist.run(struck, "scale=1x2", "group=inline", "watch.progress=none")
     assert done.values == (10, 10)
-    assert any("step-00000020 is passed over" in text for text in done.warnings)
+    assert any("step-00000020 is skipped" in text for text in done.warnings)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -288,7 +288,7 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
     assert (done.values, losses(done)) == unbroken(backend)
     (back,) = events(done, "restarted")
     assert (back["step"], back["repeated"]) == (17, 24)
-    assert any("step-00000032 is passed over" in text for text in done.warnings)
+    assert any("step-00000032 is skipped" in text for text in done.warnings)
 
 
 def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(

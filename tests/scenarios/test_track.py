@@ -216,7 +216,7 @@ def test_a_tracker_that_cannot_costs_one_warning(
         "wandb",
     ]
     assert any(
-        "trackio has not all of the run: its process ended with -9" in text for text in warned
+        "trackio lacks part of the run: its process ended with -9" in text for text in warned
     )
     texts = [
         event["text"]

@@ -174,7 +174,7 @@ def from_its_folder(folder: Path, run: Path) -> None:
         assert_only_local(browser)
         make_older(run, 3600)
         browser.open(f"{link}?again")
-        browser.wait_until("document.querySelector('#status').innerText == 'no news'")
+        browser.wait_until("document.querySelector('#status').innerText == 'no events'")
         assert "No event for 1:0" in browser.text("#waits")
     argv = [sys.executable, "-m", "raydist.tools.watch", str(run), "--export", "report.html"]
     subprocess.run(argv, cwd=folder, check=True, stdout=subprocess.DEVNULL)

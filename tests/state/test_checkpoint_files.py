@@ -169,7 +169,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(events: Seen, harm: Any)
     assert latest is not None
     assert latest.step == 1
     (warning,) = [event for event in events if event["kind"] == "warning"]
-    assert "step-00000002 is passed over" in warning["text"]
+    assert "step-00000002 is skipped" in warning["text"]
     assert DAMAGES[harm] in warning["text"]
 
 
@@ -573,6 +573,6 @@ def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
     latest = checkpoint.latest()
     assert latest is not None
     assert latest.step == 8  # neither the damaged one nor one that the driver did not choose
-    assert [event["kind"] for event in events if "passed over" in event.get("text", "")] == [
+    assert [event["kind"] for event in events if "is skipped" in event.get("text", "")] == [
         "warning"
     ]

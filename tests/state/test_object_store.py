@@ -144,7 +144,7 @@ def test_another_size_is_passed_over_and_other_bytes_are_refused(events: Seen) -
     latest = checkpoint.latest()
     assert latest is not None
     assert latest.step == 1
-    assert "step-00000002 is passed over: state.pt has 5 bytes instead of" in events[-1]["text"]
+    assert "step-00000002 is skipped: state.pt has 5 bytes instead of" in events[-1]["text"]
     size = latest.meta.files["state.pt"].bytes
     (Remote(str(latest.path)) / "state.pt").write_text("x" * size)
     with pytest.raises(RaydistError, match="another checksum"):

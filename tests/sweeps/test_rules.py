@@ -191,32 +191,38 @@ def verdicts() -> Iterator[tuple[str, list[Trial], Prune, bool, str]]:
     a, b = trial(0, 1.0), trial(1, 2.0)
     here = trial(9, 0.5, state="running")
     yield "first of many", [here], ASHA, True, "pause"
-    yield "the only one at all", [here], ASHA, False, "go on"
-    yield "best of three", [a, b, here], ASHA, True, "go on"
+    yield "the only one at all", [here], ASHA, False, "continue"
+    yield "best of three", [a, b, here], ASHA, True, "continue"
     yield "second of three", [trial(0, 0.1), b, here], ASHA, True, "pause"
-    yield "may pass already", [trial(0, 0.1), b, replace(here, passed=1)], ASHA, True, "go on"
+    yield "may pass already", [trial(0, 0.1), b, replace(here, passed=1)], ASHA, True, "continue"
     yield "no number is the worst", [a, b, trial(9, math.nan, state="running")], ASHA, True, "pause"
     yield (
         "large is good",
         [a, b, trial(9, 9.0, state="running")],
         replace(ASHA, objective=Objective("x", -1)),
         True,
-        "go on",
+        "continue",
     )
     yield "others still run", [trial(0, 0.1, state="running"), here], ASHA, False, "pause"
     yield "one has finished", [trial(0, 0.1, state="finished"), here], ASHA, False, "pause"
-    yield "too few for a median", [a, b, trial(9, 7.0, state="running")], MEDIAN, True, "go on"
+    yield "too few for a median", [a, b, trial(9, 7.0, state="running")], MEDIAN, True, "continue"
     three = [a, b, trial(2, 3.0)]
     yield "worse than the median", [*three, trial(9, 7.0, state="running")], MEDIAN, True, "end"
-    yield "as good as the median", [*three, trial(9, 2.0, state="running")], MEDIAN, True, "go on"
+    yield (
+        "as good as the median",
+        [*three, trial(9, 2.0, state="running")],
+        MEDIAN,
+        True,
+        "continue",
+    )
     yield (
         "was good before",
         [*(trial(n, 4.0, 4.0) for n in range(3)), trial(9, 1.0, 9.0, state="running")],
         MEDIAN,
         True,
-        "go on",
+        "continue",
     )
-    yield "no rule", [*three, trial(9, 7.0, state="running")], Prune(), True, "go on"
+    yield "no rule", [*three, trial(9, 7.0, state="running")], Prune(), True, "continue"
 
 
 @pytest.mark.parametrize(

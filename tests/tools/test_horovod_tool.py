@@ -227,7 +227,7 @@ def test_every_patch_is_applied(tmp_path: Path) -> None:
 def test_a_source_that_is_not_the_known_one_is_refused(tmp_path: Path) -> None:
     (source(tmp_path) / "CMakeLists.txt").write_text("set(CMAKE_CXX_STANDARD 17)\n")
     with pytest.raises(
-        LaunchError, match=r"CMakeLists.txt does not say 'set\(CMAKE_CXX_STANDARD 14\)'"
+        LaunchError, match=r"CMakeLists.txt does not contain 'set\(CMAKE_CXX_STANDARD 14\)'"
     ):
         patch(tmp_path)
 

@@ -129,7 +129,7 @@ def test_a_remote_nodes_interface_is_not_known_before_it_is_asked(
     own = {var["name"]: var["value"] for var in planned["variables"][4]}
     assert own["GLOO_SOCKET_IFNAME"] == "<interface of 203.0.113.2>"
     assert own["MASTER_ADDR"] == "203.0.113.1"
-    assert own["CUDA_VISIBLE_DEVICES"] == "<the 4 GPUs that Ray gives>"
+    assert own["CUDA_VISIBLE_DEVICES"] == "<the 4 GPUs that Ray assigns>"
     with_interface = data(capsys, "scale=2x4", "fabric.interface=ib0")
     own = {var["name"]: var["value"] for var in with_interface["variables"][4]}
     assert own["NCCL_SOCKET_IFNAME"] == "=ib0"

@@ -315,8 +315,8 @@ def test_the_stages_of_a_pipeline_read_the_same_stream(tmp_path: Path) -> None:
 
 
 READS_ALL = "each of 2 ranks reads all of it, and takes its part of each batch"
-READS_AGAIN = "a resumed run reads the epoch again up to its place"
-ANEW = "another number of ranks begins the epoch anew"
+READS_AGAIN = "a resumed run reads the epoch again up to its position"
+ANEW = "with another number of ranks the epoch starts again"
 SAID = {
     "iterable": [f"train=Shuffled: {READS_ALL}; {READS_AGAIN}"],
     "stateful iterable": [f"train=Placed: {READS_ALL}"],
@@ -363,7 +363,7 @@ def test_a_loader_begins_the_epoch_anew_with_another_number_of_ranks(tmp_path: P
     (result,) = succeeded(run_ranks(1, JOB, learn, tmp_path / "again", path))
     (text,) = [e["text"] for e in result.kind("warning") if "anew" in e["text"]]
     assert text.startswith(
-        "train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 begins anew"
+        "train=DataLoader: the parts of 2 ranks do not fit these: epoch 2 starts again"
     )
     assert sorted(number for step in result.value[1:] for number in step)[: 6 * 10] == sorted(
         number for step in result.value[1:11] for number in step
@@ -431,7 +431,7 @@ class Short(IterableDataset[Any]):
             replace(JOB, train=Train(epochs=2)),
             "train.steps: train=Short has no length, so train.epochs=2 says no",
         ),
-        (Divided, JOB, "train=Divided gives other samples on other ranks"),
+        (Divided, JOB, "train=Divided gives different samples on different ranks"),
         (Short, JOB, "ended before the first step of epoch 1: a step takes 12 samples"),
         (
             lambda: iter(Placed()),
@@ -443,7 +443,7 @@ class Short(IterableDataset[Any]):
         (
             plain_loader,
             replace(JOB, parallel=Parallel(tp=2, blocks="Linear")),
-            "other batches on ranks that compute a sample together: its sampler must have 1 parts",
+            "different batches on ranks that compute a sample together: its sampler must have 1 parts",
         ),
     ],
 )
@@ -477,7 +477,7 @@ def test_a_state_that_would_run_code_is_not_kept_and_the_source_is_read_again(
         "the state of train=Odd['at'] is a pathlib.PosixPath, which can't be loaded without "
         "running code" in text
     )
-    assert text.endswith("a resumed run reads the epoch again up to its place")
+    assert text.endswith("a resumed run reads the epoch again up to its position")
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
         "failed",
         "it broke",
     )
-    assert run_row("a/old", old)["status"] == "no news"
+    assert run_row("a/old", old)["status"] == "no events"
     os.utime(old / "events.jsonl")
     assert run_row("a/old", old)["status"] == "running"
     work = {str(rank): [0.123456789, 0.23456789] for rank in range(4096)}

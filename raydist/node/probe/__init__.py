@@ -115,7 +115,7 @@ def choose_interface(
     raise LaunchError(
         f"no interface of {socket.gethostname()} has the address {ip} that Ray knows it by; "
         "there is "
-        f"{known_settings(known)}. Start Ray with --node-ip-address=<one of these>, or say "
+        f"{known_settings(known)}. Start Ray with --node-ip-address=<one of these>, or set "
         f"fabric.interface={next(iter(known))}"
     )
 

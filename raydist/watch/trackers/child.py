@@ -69,7 +69,7 @@ class Life(threading.Thread):
             if self.called and time.monotonic() - self.called > HANG_S and not told:
                 told = True
                 self._say(
-                    warning=f"{self._name} has not answered for {HANG_S:g} s; the run goes on "
+                    warning=f"{self._name} has not answered for {HANG_S:g} s; the run continues "
                     "without it"
                 )
         self.over.set()
@@ -147,7 +147,7 @@ class Follower:
         except Exception as error:
             traceback.print_exc()
             self._again = time.monotonic() + AGAIN_S
-            self._warn(error, "the run goes on without it")
+            self._warn(error, "the run continues without it")
         finally:
             self._life.called = 0.0
 

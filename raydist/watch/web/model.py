@@ -22,7 +22,7 @@ MARKS = 300
 """Maximum number of marks of a kind that are kept: beyond it, every second one is dropped."""
 WARNINGS = 50
 QUIET_S = 60.0
-"""Seconds without an event after which the page says that there is no news."""
+"""Seconds without an event after which the page shows `no events`."""
 
 AFTER_PHASE = {
     "connect": "for a place on the nodes",

@@ -31,7 +31,7 @@ class RunRow(TypedDict):
     changed: float
     """When the run's newest event was written, in seconds since the epoch."""
     status: str
-    """finished, failed, stopped; without a result: running, or no news."""
+    """finished, failed, stopped; without a result: running, or no events."""
     text: str
     """The run's metrics, or its failure."""
     sweep: bool
@@ -107,7 +107,7 @@ def run_row(name: str, folder: Path) -> RunRow:
     found = (line for line in reversed(last_lines(path)) if any(kind in line for kind in wanted))
     event = parse_event(next(found, b""))
     changed = path.stat().st_mtime
-    status = "running" if time.time() - changed < QUIET_S else "no news"
+    status = "running" if time.time() - changed < QUIET_S else "no events"
     text = ""
     if isinstance(event, kinds.Result):
         status = event.status

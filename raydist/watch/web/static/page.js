@@ -77,7 +77,7 @@ function tick() {
   if (!state.status) return;
   const silent = state.status === "running" && silence() > state.quiet_s;
   const kind = { running: "busy", finished: "good" }[state.status] || "bad";
-  say($("#status"), silent ? "no news" : state.status); $("#status").className = `badge ${silent ? "bad" : kind}`;
+  say($("#status"), silent ? "no events" : state.status); $("#status").className = `badge ${silent ? "bad" : kind}`;
   say($("#waits"), (silent ? `No event for ${clock(silence())}: the driver has ended without a result, or waits. ` : "")
     + (state.waits ? `${state.attempt > 1 ? `attempt ${state.attempt}: ` : ""}waits ${state.waits.startsWith("for ") || state.waits.startsWith("until ") ? "" : "for: "}${state.waits}` : ""));
 }

@@ -193,7 +193,7 @@ $("#metric").addEventListener("change", () => {
 const silent = () => sweep.state === "running" && silence() > 60;
 function tick() {
   if (!sweep) return;
-  say($("#status"), silent() ? "no news" : sweep.state);
+  say($("#status"), silent() ? "no events" : sweep.state);
   $("#status").className = `badge ${silent() ? "bad" : { running: "busy", finished: "good" }[sweep.state] || "bad"}`;
 }
 function news(section) {
