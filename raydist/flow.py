@@ -133,10 +133,10 @@ def attempt_job(
     """
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
-    asked, job = job.group, connect.settle_group(job)
+    group, job = job.group, connect.settle_group(job)
     check = ModelCheck(job)
     if job.group == "inline":
-        events.add(kinds.Cluster(address="", asked=asked))
+        events.add(kinds.Cluster(address="", asked=group))
         check.refuse()
         return attempt_inline(job, call, events, alone=many is None)
     warm_server.prepare(job)  # while Ray answers

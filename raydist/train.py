@@ -97,7 +97,7 @@ def train_parser() -> Parser:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Return the flags and the overrides; ConfigError for an unknown flag."""
-    typed, unknown = train_parser().parse_known_intermixed_args(list(argv))
+    arguments, unknown = train_parser().parse_known_intermixed_args(list(argv))
     if wrong := [text for text in unknown if text.startswith("-")]:
         flags = [name for names, _ in FLAGS for name in names if name.startswith("--")]
         raise ConfigError.of(
@@ -106,7 +106,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     chosen = [
         flag
         for flag in ("run", "multirun", "cfg", "info", "shell_completion")
-        if getattr(typed, flag)
+        if getattr(arguments, flag)
     ]
     if len(chosen) > 1:
         flags = [f"--{flag.replace('_', '-')}" for flag in chosen]
@@ -114,13 +114,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             flags[1], None, "only one of these flags at a time", flags[0], typed=" ".join(flags)
         )
     for flag, known in CHOICES.items():
-        if (value := getattr(typed, flag)) not in (None, *known):
+        if (value := getattr(arguments, flag)) not in (None, *known):
             raise ConfigError.unknown(f"--{flag}", value, known)
-    if typed.time and typed.multirun:
+    if arguments.time and arguments.multirun:
         raise ConfigError.of("--time", None, "it measures one run", typed="--multirun --time")
-    if typed.resolve and not typed.cfg:
+    if arguments.resolve and not arguments.cfg:
         raise ConfigError.of("--resolve", None, "it needs --cfg", "--cfg job --resolve")
-    return typed
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,10 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The command `raydist` must find the modules that `python -m raydist.train` finds.
         sys.path.insert(0, os.getcwd())
     try:
-        typed = parse_arguments(sys.argv[1:] if argv is None else argv)
-        if typed.time:  # before all others: exit handlers run in reverse order
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        if arguments.time:  # before all others: exit handlers run in reverse order
             atexit.register(show_time, entered)
-        run_command(typed)
+        run_command(arguments)
     except RaydistError as error:
         return print_error(error)
     except SystemExit as ended:
@@ -186,60 +186,66 @@ def show_time(entered: float) -> None:
     print(time_line(Path(_run_dir), entered), flush=True)
 
 
-def run_command(typed: argparse.Namespace) -> None:
+def run_command(arguments: argparse.Namespace) -> None:
     """Run one of: help, show, completion in the shell, one run, a sweep."""
-    if not (typed.help or typed.cfg or typed.info or typed.shell_completion):
+    if not (arguments.help or arguments.cfg or arguments.info or arguments.shell_completion):
         from raydist.settings.mesh import check_words
 
-        check_words(typed.overrides)
+        check_words(arguments.overrides)
         from raydist.launch import warm_server
 
-        warm_server.begin(typed.overrides)
+        warm_server.begin(arguments.overrides)
     with uncollected():
         from raydist.settings import compose
 
-    warn_of_secrets(typed.overrides)
+    warn_of_secrets(arguments.overrides)
     with compose.hydra_set_up():
-        loader = compose.Loader(config_dir=typed.config_dir)
-        if typed.help:
+        loader = compose.Loader(config_dir=arguments.config_dir)
+        if arguments.help:
             from raydist.settings.help import manual
 
             print(
                 manual(loader, [(", ".join(names), options["help"]) for names, options in FLAGS]),
                 flush=True,
             )
-        elif typed.shell_completion:
+        elif arguments.shell_completion:
             sys.argv[0] = "raydist"  # Hydra would complete `python FILE`
             compose.hydra_app(loader, lenient=True).shell_completion(
-                typed.config_name, typed.overrides
+                arguments.config_name, arguments.overrides
             )
-        elif typed.cfg or typed.info:
-            show_settings(loader, typed)
-        elif typed.multirun:
-            run_every_combination(typed)
+        elif arguments.cfg or arguments.info:
+            show_settings(loader, arguments)
+        elif arguments.multirun:
+            run_every_combination(arguments)
         else:
-            compose.run_once(loader, typed.config_name, typed.overrides, run_composed)
+            compose.run_once(loader, arguments.config_name, arguments.overrides, run_composed)
 
 
-def show_settings(loader: Loader, typed: argparse.Namespace) -> None:
+def show_settings(loader: Loader, arguments: argparse.Namespace) -> None:
     """Run --cfg and --info, which Hydra prints."""
     from raydist.settings import compose
 
     # This raises ConfigError for wrong settings.
-    compose.to_job(loader.load(typed.overrides, typed.config_name))
-    hydra, overrides = compose.hydra_app(loader), loader.translate(typed.overrides)
-    if typed.cfg:
-        hydra.show_cfg(typed.config_name, overrides, typed.cfg, typed.package, typed.resolve)
+    compose.to_job(loader.load(arguments.overrides, arguments.config_name))
+    hydra, overrides = compose.hydra_app(loader), loader.translate(arguments.overrides)
+    if arguments.cfg:
+        hydra.show_cfg(
+            arguments.config_name, overrides, arguments.cfg, arguments.package, arguments.resolve
+        )
     else:
-        hydra.show_info(typed.info, typed.config_name, overrides)
+        hydra.show_info(arguments.info, arguments.config_name, overrides)
 
 
-def run_every_combination(typed: argparse.Namespace) -> None:
+def run_every_combination(arguments: argparse.Namespace) -> None:
     """Run a sweep over a grid, which ends with the first run that fails."""
     from raydist.sweeps.flow import run_sweep
 
     try:
-        run_sweep(["sweep.on_failure=end", *typed.overrides], typed.config_name, typed.config_dir)
+        run_sweep(
+            ["sweep.on_failure=end", *arguments.overrides],
+            arguments.config_name,
+            arguments.config_dir,
+        )
     except RaydistError:
         raise
     except Exception:

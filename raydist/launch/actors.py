@@ -139,19 +139,19 @@ class Actors:
         import ray
 
         self.start()
-        asked = {
+        opening = {
             self._actors[self._key(slot.rank)].gpus.remote(): slot.node.host
             for slot in self.plan.slots
         }
-        within = longest(OPEN_S, len(asked))
-        _, late = ray.wait([*asked], num_returns=len(asked), timeout=within)
+        within = longest(OPEN_S, len(opening))
+        _, late = ray.wait([*opening], num_returns=len(opening), timeout=within)
         if late:
-            hosts = ", ".join(sorted({asked[each] for each in late}))
+            hosts = ", ".join(sorted({opening[each] for each in late}))
             raise LaunchError(
-                f"{len(late)} of {len(asked)} actors did not start within {within:.3g} s, on "
+                f"{len(late)} of {len(opening)} actors did not start within {within:.3g} s, on "
                 f"{hosts}"
             )
-        gpus: list[tuple[str, ...]] = ray.get([*asked])
+        gpus: list[tuple[str, ...]] = ray.get([*opening])
         return gpus
 
     def by_node(self) -> Counter[str]:

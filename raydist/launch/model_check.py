@@ -44,7 +44,7 @@ class ModelCheck:
             return
         shape = typed_shape(job)
         path = tuple(map(os.path.abspath, sys.path))
-        asked = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
+        request = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
         answer, its_end = os.pipe()
         self._answer, self._text = os.fdopen(answer, "rb", buffering=0), b""
         # The server ends its child when this is closed.
@@ -52,7 +52,7 @@ class ModelCheck:
         with contextlib.suppress(OSError):  # without an answer the ranks find it
             self._server.connect(f"{server.folder}/fork")
             self._server.send(encode(ImportModules((MEMORY,))))
-            socket.send_fds(self._server, [encode(asked)], [its_end])
+            socket.send_fds(self._server, [encode(request)], [its_end])
         os.close(its_end)
         self._look(AT_ONCE_S)
 

@@ -54,8 +54,8 @@ def cpu_seconds() -> tuple[float, float]:
 
     times = psutil.cpu_times()
     # Linux counts them in user and nice too.
-    beside = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    return times.idle + getattr(times, "iowait", 0.0), sum(times) - beside
+    guest = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    return times.idle + getattr(times, "iowait", 0.0), sum(times) - guest
 
 
 def read_ports() -> dict[str, tuple[int, int]]:

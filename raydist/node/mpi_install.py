@@ -121,14 +121,14 @@ def daemon(
             f"{install.mpirun} "
             f"({' or '.join(DAEMONS[install.kind])}), and no other program is run"
         )
-    program = program_beside(install.mpirun, name)
+    program = sibling_program(install.mpirun, name)
     for i, token in enumerate(tokens[:-1]):
         if token in NETWORKS:
             tokens[i + 1] = interface  # the interface may have another name on mpirun's node
     return [program, *tokens[1:]], mpi_variables(program, names)
 
 
-def program_beside(mpirun: str, name: str) -> str:
+def sibling_program(mpirun: str, name: str) -> str:
     """Return the path of a program next to mpirun, or next to the file that mpirun links to.
 
     Module systems make such links.

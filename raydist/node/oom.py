@@ -77,7 +77,7 @@ def new_kills(before: Count) -> int | None:
     return None if kills is None or before.kills is None else kills - before.kills
 
 
-def killed_beside(before: Count) -> str:
+def other_victims(before: Count) -> str:
     """Return a possible cause of a failure other than SIGKILL: OOM kills in the cgroup.
 
     They are those since `before`. Empty if there were none.

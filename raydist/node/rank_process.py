@@ -158,14 +158,14 @@ class RankProcess:
         answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
         while self.channel.activity is None and time.monotonic() < answer_by:
             await asyncio.sleep(0.05)
-        told = self.channel.activity
-        if told is None:
+        activity = self.channel.activity
+        if activity is None:
             send_signal = partial(self._send_signal, STACKS_SIGNAL)
             stacks = Path(f"{self.reports.base}.value.stacks")
-            told = Activity(await main_stack(self.pid, stacks, send_signal), ())
+            activity = Activity(await main_stack(self.pid, stacks, send_signal), ())
         busy = (after - before) / EXAMINE_S
         beat = self.reports.beat()
-        return RankActivity(self.pid, state, busy, told.stack, told.collectives, beat)
+        return RankActivity(self.pid, state, busy, activity.stack, activity.collectives, beat)
 
     async def hold(self, request: HoldRank) -> int:
         """Ask the rank to pause after its current step, and return that step.
@@ -292,7 +292,7 @@ class RankProcess:
             why, by_kernel = (
                 oom.oom_verdict(self.pid, self._oom_count)
                 if killed
-                else (oom.killed_beside(self._oom_count), False)
+                else (oom.other_victims(self._oom_count), False)
             )
             end = replace(end, why=why, oom="kernel" if by_kernel else "")
         self.end = end

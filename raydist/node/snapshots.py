@@ -171,7 +171,7 @@ class SnapshotBuffers:
             self.descriptors.clear()
 
 
-def runs_beside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:
+def runs_alongside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:
     """Return whether the ranks train during this request."""
     if isinstance(request, WriteCheckpoint):
         return not request.last
@@ -195,7 +195,7 @@ def run_writer(
     """
     os.setsid()
     try:
-        if runs_beside_ranks(request):
+        if runs_alongside_ranks(request):
             os.nice(BESIDE_THEM)
         if isinstance(request, WriteCheckpoint):
             lines = [

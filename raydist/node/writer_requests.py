@@ -53,11 +53,11 @@ def answer_request(
         case ListShards():
             return list_shards(descriptors, folder)
         case WriteShards():
-            return write_shards(descriptors, _beside(folder, request), request)
+            return write_shards(descriptors, _temporary(folder, request), request)
         case CommitShards():
-            return commit_shards(folder, _beside(folder, request), request)
+            return commit_shards(folder, _temporary(folder, request), request)
         case DropShards():
-            drop(_beside(folder, request))
+            drop(_temporary(folder, request))
     return None
 
 
@@ -66,10 +66,12 @@ def fit_in(descriptor: int) -> int:
     return read_words(os.pread(descriptor, PAGE, 0), FIT, 1)[0]
 
 
-def _beside(folder: StoragePath, request: WriteShards | CommitShards | DropShards) -> StoragePath:
-    from raydist.state.distributed_checkpoint import beside_name
+def _temporary(
+    folder: StoragePath, request: WriteShards | CommitShards | DropShards
+) -> StoragePath:
+    from raydist.state.distributed_checkpoint import temporary_name
 
-    return beside_name(folder, request.step, request.mark)
+    return temporary_name(folder, request.step, request.mark)
 
 
 def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:
@@ -119,7 +121,7 @@ def saved_parts(descriptors: Descriptors, step: int) -> list[RankPart]:
 
 
 def write_shards(
-    descriptors: Descriptors, beside: StoragePath, request: WriteShards
+    descriptors: Descriptors, temporary: StoragePath, request: WriteShards
 ) -> WrittenShards:
     """Write the parts of some ranks. Raises RuntimeError if their memory holds another step now."""
     from raydist.state.distributed_checkpoint import begin_writing, write_part
@@ -131,9 +133,9 @@ def write_shards(
     by_rank = {part.rank: part for part in reversed(parts) if part.world_size == request.world_size}
     if missing := [rank for rank in request.ranks if rank not in by_rank]:
         raise RuntimeError(f"the memory has no state of step {request.step} of rank {missing[0]}")
-    begin_writing(beside)
+    begin_writing(temporary)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        written = [*pool.map(lambda rank: write_part(beside, by_rank[rank]), request.ranks)]
+        written = [*pool.map(lambda rank: write_part(temporary, by_rank[rank]), request.ranks)]
     # A slot loses its step before its first byte changes: the ranks of a later attempt may have
     # saved another step.
     if request.folder and len(saved_parts(descriptors, request.step)) != len(parts):
@@ -144,7 +146,7 @@ def write_shards(
 
 
 def commit_shards(
-    folder: StoragePath, beside: StoragePath, request: CommitShards
+    folder: StoragePath, temporary: StoragePath, request: CommitShards
 ) -> SavedShards | UnseenShards:
     """Commit a checkpoint of the files that all nodes have written, if this node sees them."""
     from raydist.state.distributed_checkpoint import commit
@@ -152,7 +154,7 @@ def commit_shards(
     files = {name: FileFacts(**facts) for name, facts in request.files.items()}
     kept, ranks = Checkpoint(keep=request.keep, best=request.best), request.world_size
     missing = commit(
-        folder, beside, request.step, ranks, files, kept, request.metrics, request.reported
+        folder, temporary, request.step, ranks, files, kept, request.metrics, request.reported
     )
     return (
         UnseenShards(missing, str(folder))

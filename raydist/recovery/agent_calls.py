@@ -126,12 +126,12 @@ class AgentCalls:
         if self._reaching:
             return
         self._reaching = True
-        asked = frozenset(self._node(rank) for rank in ranks)
+        nodes = frozenset(self._node(rank) for rank in ranks)
 
         def connect() -> None:
             found = frozenset[str]()
             with contextlib.suppress(Exception):  # Ray does not answer: the next check tries again
-                found = frozenset(self._group.hosts.reachable(asked))
+                found = frozenset(self._group.hosts.reachable(nodes))
             self._post(ReachableNodes(found))
 
         threading.Thread(target=connect, name="raydist-reach", daemon=True).start()

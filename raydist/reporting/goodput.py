@@ -28,7 +28,7 @@ class Spent:
 
     None if the loop has not reported them.
     """
-    beside: dict[str, float] = field(default_factory=dict)
+    other_s: dict[str, float] = field(default_factory=dict)
     """Seconds outside of steps in earlier attempts, by activity."""
     steps: tuple[kinds.Report, ...] = ()
     """The first and the last report of a step in this attempt."""
@@ -72,7 +72,7 @@ class Spent:
         self.step_mean_s = self._attempt_s() / done if done > 0 else 0.0
         self.earlier_s += self._attempt_s()
         for what, s in self.now.items():
-            self.beside[what] = self.beside.get(what, 0.0) + s
+            self.other_s[what] = self.other_s.get(what, 0.0) + s
         self.steps, self.now, self.counted_s, self.between_s, self.waiting_s = (
             (),
             {},
@@ -102,16 +102,16 @@ class Spent:
 
         `wall_s`: seconds of the run. `end`: its end in seconds since the epoch.
         """
-        beside = {
-            what: self.beside.get(what, 0.0) + self.now.get(what, 0.0)
-            for what in {**self.beside, **self.now}
+        other_s = {
+            what: self.other_s.get(what, 0.0) + self.now.get(what, 0.0)
+            for what in {**self.other_s, **self.now}
         }
         known = {
             "steps": min(wall_s, self.step_s),
             "launch": self.launch_s,
             "failures": sum(self.failure_times(end)),
             "repeated steps": self.repeated_s,
-            **{NAMES.get(what, what): s for what, s in beside.items()},
+            **{NAMES.get(what, what): s for what, s in other_s.items()},
         }
         return {**known, "rest": max(0.0, wall_s - sum(known.values()))}
 

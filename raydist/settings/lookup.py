@@ -51,8 +51,8 @@ def find_module(key: str, value: str, name: str) -> ModuleSpec:
         # importlib.util.find_spec would import the packages that contain the module.
         package, spec = spec, PathFinder.find_spec(".".join(parts[: number + 1]), path)
         if spec is None:
-            beside = {each.name for each in pkgutil.iter_modules(path)}
-            close = nearest(part, beside if package else beside | sys.stdlib_module_names)
+            siblings = {each.name for each in pkgutil.iter_modules(path)}
+            close = nearest(part, siblings if package else siblings | sys.stdlib_module_names)
             guess = ".".join([*parts[:number], close, *parts[number + 1 :]]) if close else None
             cause = (
                 f"there is no module {'.'.join(parts[: number + 1])}, as seen from {os.getcwd()}"

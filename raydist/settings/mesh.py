@@ -86,19 +86,19 @@ def check_words(overrides: Sequence[str]) -> None:
     No file of conf/ could correct that. This spares a wrong product the imports and the time of
     composing. All other errors are found once the job is composed.
     """
-    typed = dict(text.partition("=")[::2] for text in overrides)
+    values = dict(text.partition("=")[::2] for text in overrides)
     numbers = {
-        name: typed.get(f"parallel.{name}", "") for name in ("pp", "replicate", "shard", "tp")
+        name: values.get(f"parallel.{name}", "") for name in ("pp", "replicate", "shard", "tp")
     }
     known: Any = {
         name: int(text) for name, text in numbers.items() if text.isdecimal() and int(text)
     }
-    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", typed.get("scale", ""))
-    if size is None or not known or any(name.startswith("scale.") for name in typed):
+    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", values.get("scale", ""))
+    if size is None or not known or any(name.startswith("scale.") for name in values):
         return
     ranks, per_node = int(size[1]) * int(size[2]), int(size[2])
     if ranks % math.prod(known.values()) or per_node % known.get("tp", 1):
-        mesh_shape(Parallel(typed.get("parallel", Parallel().name), **known), ranks, per_node)
+        mesh_shape(Parallel(values.get("parallel", Parallel().name), **known), ranks, per_node)
 
 
 def microbatches(job: Job, shape: MeshShape) -> int:
@@ -131,16 +131,16 @@ def check_microbatches(job: Job, shape: MeshShape) -> None:
         raise ConfigError.of(
             "parallel.microbatches", count, cause, f"parallel.microbatches={shape.pp}"
         )
-    typed = job.data.global_batch
-    if (typed or job.data.batch_size * each) % (each * count) == 0:
+    global_batch = job.data.global_batch
+    if (global_batch or job.data.batch_size * each) % (each * count) == 0:
         return
     name, value, step = (
-        ("global_batch", typed, each * count)
-        if typed
+        ("global_batch", global_batch, each * count)
+        if global_batch
         else ("batch_size", job.data.batch_size, count)
     )
     cause = f"the samples of a rank's forward pass cannot be split into {count} equal micro-batches"
-    if typed:
+    if global_batch:
         cause = f"it cannot be split into {each} batches of {count} equal micro-batches"
     right = f"data.{name}={max(1, round(value / step)) * step}"
     fits = [

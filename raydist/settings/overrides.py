@@ -234,18 +234,18 @@ def unknown(
     """Return the error for a setting that does not exist, with the most likely intended one."""
     known = sorted(name for name in {*SETTINGS, *PARTS, *groups} if not name.startswith("hydra"))
     parent = key.rpartition(".")[0]
-    beside = (
+    siblings = (
         [name for name in known if name.rpartition(".")[0] == parent] if parent in PARTS else []
     )
-    close = nearest_key(key, known, beside)
+    close = nearest_key(key, known, siblings)
     guess = f"{close}={value}" if close and value else close
-    listed = beside or [name for name in known if "." not in name]
+    listed = siblings or [name for name in known if "." not in name]
     return ConfigError.of(
         key, value, f"there is no setting {key}", guess=guess, known=listed, typed=typed
     )
 
 
-def nearest_key(key: str, known: Sequence[str], beside: Sequence[str] = ()) -> str | None:
+def nearest_key(key: str, known: Sequence[str], siblings: Sequence[str] = ()) -> str | None:
     """Return the setting that was probably meant.
 
     It is a setting with the same last part, else one next to it with a similar name, else a similar
@@ -257,7 +257,7 @@ def nearest_key(key: str, known: Sequence[str], beside: Sequence[str] = ()) -> s
         by_last.setdefault(name.rpartition(".")[2], name)
     if last in by_last:
         return by_last[last]
-    for names in ({name.rpartition(".")[2]: name for name in beside}, by_last):
+    for names in ({name.rpartition(".")[2]: name for name in siblings}, by_last):
         if close := difflib.get_close_matches(last, names, n=1, cutoff=0.6):
             return names[close[0]]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)

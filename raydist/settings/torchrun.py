@@ -148,8 +148,8 @@ class Translated(NamedTuple):
 
 def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Translated:
     """Return the overrides for torchrun's command line; ConfigError for what raydist cannot do."""
-    typed = vars(torchrun_parser(environ).parse_args(list(argv)))
-    flags = {name.replace("_", "-"): value for name, value in typed.items()}
+    arguments = vars(torchrun_parser(environ).parse_args(list(argv)))
+    flags = {name.replace("_", "-"): value for name, value in arguments.items()}
     own = list(itertools.takewhile(is_override, flags["rest"]))
     program = flags["rest"][len(own) :]
     if not program:

@@ -32,7 +32,7 @@ A command imports much and makes few cycles.
 
 _command = False
 """Whether this process runs a command, and ends with it."""
-_beside: list[threading.Thread] = []
+_threads: list[threading.Thread] = []
 
 
 def run_exit_functions(code: int) -> None:
@@ -93,14 +93,14 @@ def tidy_up(work: Callable[[], None]) -> None:
         work()
         return
     atexit.unregister(work)  # ray.shutdown would be called a second time
-    _beside.append(threading.Thread(target=work, name="raydist-tidy-up", daemon=True))
-    _beside[-1].start()
+    _threads.append(threading.Thread(target=work, name="raydist-tidy-up", daemon=True))
+    _threads[-1].start()
 
 
 def tidied() -> None:
     """Wait until all cleanup is done, because the process continues."""
-    while _beside:
-        _beside.pop().join()
+    while _threads:
+        _threads.pop().join()
 
 
 def is_command() -> bool:
@@ -114,7 +114,7 @@ def run_to_the_end(main: Callable[[], int]) -> NoReturn:
     _command = True
     gc.set_threshold(COLLECT_AT)
     code = main()
-    for thread in _beside:
+    for thread in _threads:
         thread.join(WAIT_S)
         if thread.is_alive():  # Ray does not answer, and its threads might block the teardown
             finalize(code)

@@ -268,7 +268,7 @@ def joined_metadata(plans: list[SavePlan]) -> Metadata:
 
 def commit(
     folder: StoragePath,
-    beside: StoragePath,
+    temporary: StoragePath,
     step: int,
     ranks: int,
     files: Mapping[str, FileFacts],
@@ -276,21 +276,21 @@ def commit(
     metrics: Mapping[str, float] | None = None,
     reported: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Make a checkpoint of what `ranks` ranks have written into `beside`.
+    """Make a checkpoint of what `ranks` ranks have written into `temporary`.
 
     Return []. If some files are not visible here, return their names and make no checkpoint.
     """
-    sizes = file_sizes(beside)
+    sizes = file_sizes(temporary)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
         return missing
-    made = {**files, **write_metadata(beside, ranks)}
+    made = {**files, **write_metadata(temporary, ranks)}
     meta = Meta.of(step, ranks, metrics or {}, made, sharded=True, reported=reported)
-    complete(beside, folder / f"step-{step:08d}", meta)
+    complete(temporary, folder / f"step-{step:08d}", meta)
     prune(folder, kept, step)
     return []
 
 
-def beside_name(folder: StoragePath, step: int, mark: str) -> StoragePath:
+def temporary_name(folder: StoragePath, step: int, mark: str) -> StoragePath:
     """Return the folder for files that are not a checkpoint yet.
 
     At a URL it is the checkpoint's own, without its meta.json.
@@ -299,12 +299,12 @@ def beside_name(folder: StoragePath, step: int, mark: str) -> StoragePath:
     return folder / (f".{name}-{mark}" if isinstance(folder, Path) else name)
 
 
-def begin_writing(beside: StoragePath) -> None:
-    """Create the folder of `beside_name`."""
-    if isinstance(beside, Path):
-        beside.mkdir(parents=True, exist_ok=True)
+def begin_writing(temporary: StoragePath) -> None:
+    """Create the folder of `temporary_name`."""
+    if isinstance(temporary, Path):
+        temporary.mkdir(parents=True, exist_ok=True)
     else:
-        drop(beside / META)  # the checkpoint of this step is invalid from now on
+        drop(temporary / META)  # the checkpoint of this step is invalid from now on
 
 
 def load_into(

@@ -132,8 +132,8 @@ def find_resume(
 def run_and_earlier(run_dir: StoragePath) -> Iterator[StoragePath]:
     """Yield this run folder, then those next to it, newest first."""
     yield run_dir
-    beside = (run for run in run_dir.parent.glob("*") if run != run_dir)
-    yield from sorted(beside, key=lambda run: run.name, reverse=True)
+    other_runs = (run for run in run_dir.parent.glob("*") if run != run_dir)
+    yield from sorted(other_runs, key=lambda run: run.name, reverse=True)
 
 
 def finished(run: StoragePath, checkpoint: StoragePath) -> bool:

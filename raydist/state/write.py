@@ -168,24 +168,24 @@ def write(request: SaveRequest) -> None:
         (path / META).drop()  # deleted first and uploaded last: it marks a complete checkpoint
         _write_into(path, request)
         return
-    beside = path.parent / f".{path.name}{writers_here()}{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    temporary = path.parent / f".{path.name}{writers_here()}{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        _write_into(beside, request)
+        _write_into(temporary, request)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)  # a full disk needs the room
+        shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
         raise
 
 
-def _write_into(beside: StoragePath, request: SaveRequest) -> None:
+def _write_into(temporary: StoragePath, request: SaveRequest) -> None:
     import torch
 
-    with hashed_file(beside / STATE) as file:
+    with hashed_file(temporary / STATE) as file:
         torch.save(dict(request.state), cast("Any", file))
     files, reported = {STATE: file_facts(file)}, request.reported
     meta = Meta.of(request.step, request.world_size, request.metrics, files, reported=reported)
-    complete(beside, request.path, meta)
+    complete(temporary, request.path, meta)
 
 
 @contextmanager
@@ -221,16 +221,16 @@ def file_sizes(folder: StoragePath) -> dict[str, int]:
     return found
 
 
-def complete(beside: StoragePath, path: StoragePath, meta: Meta) -> None:
-    """Turn the files in the folder `beside` into the checkpoint `path`.
+def complete(temporary: StoragePath, path: StoragePath, meta: Meta) -> None:
+    """Turn the files in the folder `temporary` into the checkpoint `path`.
 
     At a URL both are the same folder.
     """
-    (beside / META).write_text(json.dumps(asdict(meta), indent=1))
-    if isinstance(beside, Path) and isinstance(path, Path):
-        for synced in (beside / META, beside):
+    (temporary / META).write_text(json.dumps(asdict(meta), indent=1))
+    if isinstance(temporary, Path) and isinstance(path, Path):
+        for synced in (temporary / META, temporary):
             _sync(synced)
-        put_in_place(beside, path)
+        put_in_place(temporary, path)
         _sync(path.parent)
 
 
@@ -244,7 +244,7 @@ def drop(path: StoragePath) -> None:
         path.unlink(missing_ok=True)
 
 
-def put_in_place(beside: Path, path: Path) -> None:
+def put_in_place(temporary: Path, path: Path) -> None:
     """Rename a folder to `path`, and delete a folder of that name.
 
     If the writer is killed meanwhile, `prune` deletes it. If the file system can't exchange two
@@ -254,13 +254,13 @@ def put_in_place(beside: Path, path: Path) -> None:
     aside = path.parent / f"{REPLACED}{path.name}-{os.getpid()}"
     while True:
         try:
-            beside.rename(path)
+            temporary.rename(path)
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        if exchanged(beside, path):
-            shutil.rmtree(beside, ignore_errors=True)
+        if exchanged(temporary, path):
+            shutil.rmtree(temporary, ignore_errors=True)
             return
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(FileNotFoundError):

@@ -26,7 +26,7 @@ from raydist.sweeps.folder import Folder, read_summary, read_trials
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
-from raydist.watch.web.beside import PageBeside
+from raydist.watch.web.live_page import LivePage
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
 """The overrides that may be typed together with sweep.resume=."""
@@ -115,7 +115,7 @@ def run_sweep(
         space, sampler, settings, most, wanted, folder, screen, trials, summarize, call
     )
     how, shares = "failed", dict[str, float]()
-    with PageBeside(path, jobs[0].watch.page) as page:
+    with LivePage(path, jobs[0].watch.page) as page:
         screen.link(page.link)
         try:
             with signals.stoppable(), Events(path / "sweep.jsonl", (screen.event,)) as events:

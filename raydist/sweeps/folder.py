@@ -108,8 +108,8 @@ def read_summary(folder: str) -> Mapping[str, Any]:
     try:
         summary: Mapping[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        beside = sorted(path.parent.glob(f"*/{SUMMARY}")) if path.parent.is_dir() else []
-        guess = f"sweep.resume={beside[-1].parent}" if beside else None
+        summaries = sorted(path.parent.glob(f"*/{SUMMARY}")) if path.parent.is_dir() else []
+        guess = f"sweep.resume={summaries[-1].parent}" if summaries else None
         raise ConfigError.of(
             "sweep.resume", folder, f"there is no {SUMMARY} in it", guess=guess
         ) from error

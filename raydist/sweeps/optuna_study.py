@@ -125,9 +125,9 @@ class OptunaSampler:
         curve = dict(trial.curve) if len(self._wanted) == 1 else {}
         done = values if state == kinds.COMPLETE else None
         if known.state == kinds.RUNNING:
-            asked = optuna.trial.Trial(self._study, known._trial_id)
+            own_trial = optuna.trial.Trial(self._study, known._trial_id)
             for step, value in curve.items():
-                asked.report(value, step)
+                own_trial.report(value, step)
             self._study.tell(known.number, done, state=state)
         elif done:  # it was paused, which is an end for Optuna
             self._study.add_trial(

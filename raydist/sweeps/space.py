@@ -127,24 +127,24 @@ class Space:
 
 
 def _part(key: str, override: Override) -> Choice | Interval:
-    value, typed = override.value(), override.get_value_string()
+    value, text = override.value(), override.get_value_string()
     if not isinstance(value, IntervalSweep):
         with config_errors([override.input_line or ""]):
             values = tuple(
                 str(each) for each in override.sweep_iterator(transformer=Transformer.encode)
             )
         if not values:
-            raise ConfigError.of(key, typed, "it has no value", f"{key}=A,B,C")
+            raise ConfigError.of(key, text, "it has no value", f"{key}=A,B,C")
         return Choice(values)
     low, high = value.start or 0, value.end or 0
     if not low < high:
         cause = "the interval is empty" if low > high else "the interval has one number"
         right = f"{key}=interval({high:g},{low:g})" if low > high else f"{key}={low:g}"
-        raise ConfigError.of(key, typed, cause, f"'{right}'")
+        raise ConfigError.of(key, text, cause, f"'{right}'")
     if "log" in value.tags and low <= 0:
         raise ConfigError.of(
             key,
-            typed,
+            text,
             "there is no logarithm of 0 and below",
             f"'{key}=interval({low:g},{high:g})'",
         )

@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def bandwidth() -> int:
-        typed = parse_arguments(sys.argv[1:] if argv is None else argv)
-        with contextlib.redirect_stdout(sys.stderr if typed.json else sys.stdout):
-            measured = run_measurement(typed)
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            measured = run_measurement(arguments)
         print(
             json.dumps(measured_as_data(measured), indent=2)
-            if typed.json
+            if arguments.json
             else "\n".join(measured_as_text(measured))
         )
         return 1 if measured.wrong else 0
@@ -97,38 +97,40 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="also measure each pair of nodes, and name the slow ones",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    typed = parser.parse(argv)
-    typed.ops = typed.ops.split(",")
-    for op in typed.ops:
+    arguments = parser.parse(argv)
+    arguments.ops = arguments.ops.split(",")
+    for op in arguments.ops:
         if op not in OPS:
             raise ConfigError.unknown("--ops", op, OPS)
-    low, high = figures.in_bytes("--min", typed.min), figures.in_bytes("--max", typed.max)
+    low, high = figures.in_bytes("--min", arguments.min), figures.in_bytes("--max", arguments.max)
     if low > high:
         raise ConfigError.of(
-            "--min", typed.min, f"more than --max {typed.max}", f"--max {typed.min}"
+            "--min", arguments.min, f"more than --max {arguments.max}", f"--max {arguments.min}"
         )
-    typed.sizes = figures.message_sizes(low, high, number("--factor", typed.factor, 1.1))
-    typed.iters = int(number("--iters", typed.iters, 1, whole=True))
-    typed.warmup = int(number("--warmup", typed.warmup, 0, whole=True))
-    if typed.pairs and any(override.startswith("backend=horovod") for override in typed.overrides):
+    arguments.sizes = figures.message_sizes(low, high, number("--factor", arguments.factor, 1.1))
+    arguments.iters = int(number("--iters", arguments.iters, 1, whole=True))
+    arguments.warmup = int(number("--warmup", arguments.warmup, 0, whole=True))
+    if arguments.pairs and any(
+        override.startswith("backend=horovod") for override in arguments.overrides
+    ):
         cause = "Horovod has no point-to-point operation"
         raise ConfigError.of("--pairs", None, cause, "backend=gloo", "backend=nccl")
-    return typed
+    return arguments
 
 
-def run_measurement(typed: argparse.Namespace) -> Measurement:
+def run_measurement(arguments: argparse.Namespace) -> Measurement:
     """Run the measurement on the ranks that the overrides request, and write its files."""
-    arguments = {
-        "ops": typed.ops,
-        "sizes": typed.sizes,
-        "iters": typed.iters,
-        "warmup": typed.warmup,
+    job_arguments = {
+        "ops": arguments.ops,
+        "sizes": arguments.sizes,
+        "iters": arguments.iters,
+        "warmup": arguments.warmup,
     }
     overrides = [
         f"+job.args.{name}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
-        for name, value in {**arguments, "pairs": typed.pairs}.items()
+        for name, value in {**job_arguments, "pairs": arguments.pairs}.items()
     ]
-    done = run(RANK_SIDE, "name=bandwidth", *QUIET, *overrides, *typed.overrides)
+    done = run(RANK_SIDE, "name=bandwidth", *QUIET, *overrides, *arguments.overrides)
     measured = gather_rows(done)
     (done.dir / "bandwidth.json").write_text(
         json.dumps(measured_as_data(measured), indent=2) + "\n", encoding="utf-8"

@@ -42,7 +42,7 @@ class ToolParser(Parser):
         ConfigError: an unknown flag. SystemExit: after --help.
         """
         parse = self.parse_known_args if self._remainder else self.parse_known_intermixed_args
-        typed, unknown = parse(list(argv))
+        arguments, unknown = parse(list(argv))
         if wrong := [text for text in unknown if text.startswith("-")]:
             flags = [
                 flag
@@ -53,11 +53,11 @@ class ToolParser(Parser):
             after = " (flags of raydist.train come after a --)" if self._remainder else ""
             cause = f"there is no such flag{after}"
             raise ConfigError.of(wrong[0], None, cause, guess=nearest(wrong[0], flags), known=flags)
-        if typed.overrides[:1] == ["--"]:
-            typed.overrides = typed.overrides[1:]
-        if any("=" in text for text in typed.overrides):  # other commands need no Hydra
-            warn_of_secrets(typed.overrides)
-        return typed
+        if arguments.overrides[:1] == ["--"]:
+            arguments.overrides = arguments.overrides[1:]
+        if any("=" in text for text in arguments.overrides):  # other commands need no Hydra
+            warn_of_secrets(arguments.overrides)
+        return arguments
 
 
 def run_tool(command: Callable[[], int]) -> int:

@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             default=f"{TIMEOUT_S:g}",
             help="seconds for one connection (3)",
         )
-        typed = parser.parse(sys.argv[1:] if argv is None else argv)
-        timeout = number("--timeout", typed.timeout, low=0.001, high=3600)
+        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
+        timeout = number("--timeout", arguments.timeout, low=0.001, high=3600)
         with stoppable():
-            report = examine_cluster(compose.compose(typed.overrides), timeout)
-        doctor_report.show_report(report, as_json=typed.json)
+            report = examine_cluster(compose.compose(arguments.overrides), timeout)
+        doctor_report.show_report(report, as_json=arguments.json)
         return int(report.broken)
 
     return run_tool(doctor)

@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build or check Horovod. The exit code: 0, 1 if that failed, 2 if it is impossible here."""
 
     def horovod() -> int:
-        typed = parse_arguments(sys.argv[1:] if argv is None else argv)
-        print(check_command() if typed.do == "check" else build_command(typed))
+        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+        print(check_command() if arguments.do == "check" else build_command(arguments))
         return 0
 
     return run_tool(horovod)
@@ -101,18 +101,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build_command(typed: argparse.Namespace) -> str:
+def build_command(arguments: argparse.Namespace) -> str:
     """Build a wheel or take it from the cache, install and check it; return the result as text."""
-    recipe = choose_recipe(installed_versions(), cpu=typed.cpu, cuda=typed.cuda, mpi=typed.mpi)
-    if installed() == recipe.version and not typed.again:
+    recipe = choose_recipe(
+        installed_versions(), cpu=arguments.cpu, cuda=arguments.cuda, mpi=arguments.mpi
+    )
+    if installed() == recipe.version and not arguments.again:
         return f"Horovod {recipe.version} is installed already: {check_command()}"
     shelf = (
         cache()
         / "horovod"
         / f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}-{recipe.stamp}"
     )
-    if typed.again or not (wheel := next(iter(shelf.glob("*.whl")), None)):
-        wheel = make(recipe, shelf, typed.jobs)
+    if arguments.again or not (wheel := next(iter(shelf.glob("*.whl")), None)):
+        wheel = make(recipe, shelf, arguments.jobs)
     horovod_build.pip("install", "--no-deps", "--force-reinstall", str(wheel))
     return f"Horovod {recipe.version}: {check_command()}\nthe wheel is {wheel}"
 
@@ -189,8 +191,8 @@ def choose_recipe(facts: Installed, *, cpu: bool, cuda: bool, mpi: bool) -> Reci
 def toolkit() -> str:
     """Return the folder of a complete CUDA toolkit (more than nvcc); empty without one."""
     on_path = shutil.which("nvcc")
-    beside = str(Path(on_path).resolve().parent.parent) if on_path else ""
-    for home in filter(None, (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", beside)):
+    toolkit = str(Path(on_path).resolve().parent.parent) if on_path else ""
+    for home in filter(None, (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda", toolkit)):
         root = Path(home)
         parts = ("bin/nvcc", "include/cuda_runtime.h", "lib*/libcudart.so*")
         if all(any(root.glob(part)) for part in parts):

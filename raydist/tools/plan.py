@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def plan() -> int:
         parser = ToolParser("plan", DESCRIPTION)
         parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-        typed = parser.parse(sys.argv[1:] if argv is None else argv)
-        show_plan(compose.compose(typed.overrides), as_json=typed.json)
+        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
+        show_plan(compose.compose(arguments.overrides), as_json=arguments.json)
         return 0
 
     return run_tool(plan)
@@ -128,14 +128,14 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
     """
     if not divides(job.parallel) or "_target_" not in job.model:
         return {}
-    asked = {
+    request = {
         "job": as_dict(job),
         "ranks": plan.world_size,
         "per_node": plan.slots[0].local_world_size,
     }
     command = [sys.executable, "-m", "raydist.training.memory"]
     done = subprocess.run(
-        command, input=json.dumps(asked), capture_output=True, text=True, check=False
+        command, input=json.dumps(request), capture_output=True, text=True, check=False
     )
     found = json.loads(done.stdout) if done.returncode == 0 else {}
     if "refused" in found:

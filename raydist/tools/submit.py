@@ -67,16 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_tool(lambda: submit(submit_parser().parse(sys.argv[1:] if argv is None else argv)))
 
 
-def submit(typed: argparse.Namespace) -> int:
+def submit(arguments: argparse.Namespace) -> int:
     """Submit the job, and follow it unless --no-wait; return the exit code."""
-    with in_folder(typed.working_dir):
-        check_overrides(typed.overrides)
-    client = job_client(typed.address)
-    name = send(client, typed.working_dir, typed.overrides, typed.submission_id)
+    with in_folder(arguments.working_dir):
+        check_overrides(arguments.overrides)
+    client = job_client(arguments.address)
+    name = send(client, arguments.working_dir, arguments.overrides, arguments.submission_id)
     where = f"--address {client.get_address()} "
     later = f"  ray job logs {where}--follow {name}\n  ray job stop {where}{name}"
     print(f"job   {name}, at {client.get_address()}", flush=True)
-    if typed.no_wait:
+    if arguments.no_wait:
         print(later)
         return 0
     try:
@@ -130,10 +130,12 @@ def check_overrides(words: Sequence[str]) -> None:
 
     Warn about secrets in them.
     """
-    typed = train.parse_arguments(words)
-    if not typed.multirun:
+    arguments = train.parse_arguments(words)
+    if not arguments.multirun:
         with compose.hydra_set_up():
-            RemoteLoader(config_dir=typed.config_dir).load(typed.overrides, typed.config_name)
+            RemoteLoader(config_dir=arguments.config_dir).load(
+                arguments.overrides, arguments.config_name
+            )
     for word in words:
         if (masked := mask_override(word)) != word:
             note = (

@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             default=CONFIG,
             help="instead of conf/config.yaml",
         )
-        typed = parser.parse(sys.argv[1:] if argv is None else argv)
-        warm_server.begin(typed.overrides)
-        done = run_sweep(typed.overrides, typed.config_name, typed.config_dir)
+        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
+        warm_server.begin(arguments.overrides)
+        done = run_sweep(arguments.overrides, arguments.config_name, arguments.config_dir)
         return int(not any(trial.state == "finished" for trial in done.trials))
 
     return run_tool(sweep)

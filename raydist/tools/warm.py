@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "for the next run (scale.keep_warm_s). They are this user's only; no run needs them.",
         )
         parser.add_argument("--end", action="store_true", help="end those that no run uses")
-        typed = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
         with nodes() as on_nodes:
-            print("\n".join(end_servers(on_nodes) if typed.end else list_servers(on_nodes)))
+            print("\n".join(end_servers(on_nodes) if arguments.end else list_servers(on_nodes)))
         return 0
 
     return run_tool(warm)

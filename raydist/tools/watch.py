@@ -68,19 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_tool(lambda: watch(watch_parser().parse(sys.argv[1:] if argv is None else argv)))
 
 
-def watch(typed: argparse.Namespace) -> int:
+def watch(arguments: argparse.Namespace) -> int:
     """Find the run, then serve or export it."""
-    places = typed.overrides or ["newest"]
-    if len(places) > 1 or (typed.job and typed.overrides):
-        what = " ".join([*places, *(["--job", typed.job] if typed.job else [])])
+    places = arguments.overrides or ["newest"]
+    if len(places) > 1 or (arguments.job and arguments.overrides):
+        what = " ".join([*places, *(["--job", arguments.job] if arguments.job else [])])
         raise no_run(what, "one run, or one folder of runs, can be watched at a time", places[0])
-    port = int(command_line.number("--port", typed.port, 0, 65535, whole=True))
+    port = int(command_line.number("--port", arguments.port, 0, 65535, whole=True))
     with stoppable(), tempfile.TemporaryDirectory(prefix="raydist-watch-") as folder:
-        root, first, fetch = find_run(typed, places[0], Path(folder))
-        if typed.export or typed.trace:
+        root, first, fetch = find_run(arguments, places[0], Path(folder))
+        if arguments.export or arguments.trace:
             return write_run(
-                "--export" if typed.export else "--trace",
-                typed.export or typed.trace,
+                "--export" if arguments.export else "--trace",
+                arguments.export or arguments.trace,
                 root,
                 first,
                 fetch,
@@ -88,17 +88,17 @@ def watch(typed: argparse.Namespace) -> int:
         return serve_until_stopped(PageServer(root, first, secrets.token_urlsafe(16), fetch), port)
 
 
-def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path, str, Fetch]:
+def find_run(arguments: argparse.Namespace, place: str, copies: Path) -> tuple[Path, str, Fetch]:
     """Return what the typed arguments refer to.
 
     It is (the folder of the list of runs, the run in it or "", what fetches its files).
     """
-    if not typed.job and not object_store.scheme(place):
+    if not arguments.job and not object_store.scheme(place):
         runs = Path(os.environ.get(env_names.RUNS, "runs"))
         return *find_place(place, runs), is_here
-    if typed.job:
-        name = typed.job
-        mirror = Mirror(copies / name, files_of_job(typed.job, typed.address), grows=True)
+    if arguments.job:
+        name = arguments.job
+        mirror = Mirror(copies / name, files_of_job(arguments.job, arguments.address), grows=True)
     else:
         object_store.check_url("watch", place)
         name = place.rstrip("/").rpartition("/")[2]
@@ -106,10 +106,14 @@ def find_run(typed: argparse.Namespace, place: str, copies: Path) -> tuple[Path,
     try:
         asyncio.run(mirror.fetch(EVENTS, whole=True))
     except OSError as error:
-        raise no_run(f"--job {typed.job}", f"it cannot be read ({error})", "it again") from error
+        raise no_run(
+            f"--job {arguments.job}", f"it cannot be read ({error})", "it again"
+        ) from error
     if not file_size(copies / name / EVENTS):
-        if typed.job:
-            raise no_run(f"--job {typed.job}", "the job has no run folder (yet)", "it again later")
+        if arguments.job:
+            raise no_run(
+                f"--job {arguments.job}", "the job has no run folder (yet)", "it again later"
+            )
         raise nothing_stored(place)
     return copies, name, mirror.fetch
 

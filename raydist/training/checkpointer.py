@@ -100,13 +100,13 @@ class WholeCheckpointer:
         self.rest()  # the previous checkpoint
         step, model = state.progress.step, state.stepper.model
         drawn = torch.stack(self.comm.gather(random_state.capture(model.device)))
-        beside = {"position": state.position(), "random": drawn, **state.order.owns()}
+        extra = {"position": state.position(), "random": drawn, **state.order.owns()}
         if context.rank().rank != 0 or self.snapshots.to_disk(
-            step, state.own, state.common, beside, metrics
+            step, state.own, state.common, extra, metrics
         ):
             groups.wait_for_rank_0(self.comm, lambda within_s: True)
         else:
-            whole = {**state.common(), **beside, "config": as_saved(self.job)}
+            whole = {**state.common(), **extra, "config": as_saved(self.job)}
             self._write(step, whole, metrics, model.device)
         self.saved = step
 

@@ -183,9 +183,9 @@ def main() -> None:
     The request is {"job": …, "ranks": …, "per_node": …}. If `memory_of` raises ConfigError, print
     {"refused": the arguments of the error}.
     """
-    asked = json.load(sys.stdin)
-    job = config.from_dict(asked["job"])
-    shape = mesh_shape(job.parallel, asked["ranks"], asked["per_node"])
+    request = json.load(sys.stdin)
+    job = config.from_dict(request["job"])
+    shape = mesh_shape(job.parallel, request["ranks"], request["per_node"])
     with fake_tensors():
         model = models.build_model(job.model)
         try:

@@ -90,10 +90,10 @@ def optimizer(
     try:
         return kind(parameters, lr=lr, **settings.args, **({"fused": True} if fused else {}))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
-        typed = " ".join(f"optim.args.{name}={value}" for name, value in settings.args.items())
-        key, value = ("optim.args", settings.args) if typed else ("optim.lr", lr)
+        overrides = " ".join(f"optim.args.{name}={value}" for name, value in settings.args.items())
+        key, value = ("optim.args", settings.args) if overrides else ("optim.lr", lr)
         raise ConfigError.of(
-            key, value, f"{kind.__name__} refuses it: {error}", typed=typed
+            key, value, f"{kind.__name__} refuses it: {error}", typed=overrides
         ) from error
 
 

@@ -239,9 +239,9 @@ class Pipeline(nn.Module):
         dist.broadcast(facts, group=self._group, group_src=self._stages - 1)
         dtype, dims, *shape = facts.tolist()
         empty = torch.empty(shape[:dims], dtype=DTYPES[dtype], device=self._comm.device)
-        told = output.contiguous() if self._last else empty
-        dist.broadcast(told, group=self._group, group_src=self._stages - 1)
-        return told
+        result = output.contiguous() if self._last else empty
+        dist.broadcast(result, group=self._group, group_src=self._stages - 1)
+        return result
 
     def same_buffers(self) -> None:
         """Copy the buffers of a stage's first rank to all its ranks."""

@@ -63,8 +63,8 @@ class PartsReader(FileSystemReader):
             rank: {"plan": part.plan, "values": self._texts(rank, part)}
             for rank, part in self._parts.items()
         }
-        for holder, told in enumerate(self._gather(to_bytes(own))):
-            for rank, each in from_bytes(told).items():
+        for holder, replies in enumerate(self._gather(to_bytes(own))):
+            for rank, each in from_bytes(replies).items():
                 self._holder[rank], self._plans[rank] = holder, read_plan(each["plan"])
                 self._values |= {(rank, number): text for number, text in each["values"].items()}
         plans = sorted(self._plans.items())
@@ -98,11 +98,13 @@ class PartsReader(FileSystemReader):
                 wanted[self._holder[rank]].append(
                     (item, (rank, number, [*item.storage_offsets], [*item.lengths]))
                 )
-        told = self._gather(json.dumps([[piece for _, piece in each] for each in wanted]).encode())
-        asked = [json.loads(each)[self._rank] for each in told]
+        replies = self._gather(
+            json.dumps([[piece for _, piece in each] for each in wanted]).encode()
+        )
+        requests = [json.loads(each)[self._rank] for each in replies]
         for shift in range(self._world):  # with each rank once, starting with itself
             to, source = (self._rank + shift) % self._world, (self._rank - shift) % self._world
-            sent = [] if to == self._rank else [self._send(piece, to) for piece in asked[to]]
+            sent = [] if to == self._rank else [self._send(piece, to) for piece in requests[to]]
             for item, piece in wanted[source]:
                 into = planner.resolve_tensor(item).detach()
                 into.copy_(

@@ -42,11 +42,11 @@ from raydist.state.distributed_checkpoint import (
     RankPart,
     RankPlanner,
     begin_writing,
-    beside_name,
     commit,
     leave_out,
     load_by,
     load_into,
+    temporary_name,
     write_part,
 )
 from raydist.state.object_store import StoragePath
@@ -195,30 +195,32 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
 def _write_together(request: SaveRequest, part: RankPart) -> str:
     """Write each rank's shards and commit them on rank 0; return why that failed, on all ranks."""
     me, own = context.rank(), State()
-    mark = _told_by_all({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
-    beside = beside_name(request.folder, request.step, mark)
+    mark = _gather_states({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
+    temporary = temporary_name(request.folder, request.step, mark)
     try:
-        begin_writing(beside)
-        own["files"] = {name: vars(facts) for name, facts in write_part(beside, part).items()}
+        begin_writing(temporary)
+        own["files"] = {name: vars(facts) for name, facts in write_part(temporary, part).items()}
     except Exception as error:  # an error of the disk or of the object store
         own["why"] = f"rank {me.rank}: {object_store.reason(error)}"
-    told = _told_by_all(own)
-    why = "; ".join(each["why"] for each in told if "why" in each)
+    states = _gather_states(own)
+    why = "; ".join(each["why"] for each in states if "why" in each)
     if me.rank == 0 and not why:
-        why = _commit(request, beside, told)
-    why = _told_by_all({"why": why})[0]["why"]
+        why = _commit(request, temporary, states)
+    why = _gather_states({"why": why})[0]["why"]
     if why and me.local_rank == 0:
-        drop(beside)
+        drop(temporary)
     return str(why)
 
 
-def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[str, Any]]) -> str:
+def _commit(
+    request: SaveRequest, temporary: StoragePath, states: Sequence[Mapping[str, Any]]
+) -> str:
     """Commit what all ranks have written as a checkpoint; return why that failed."""
-    files = {name: FileFacts(**facts) for each in told for name, facts in each["files"].items()}
+    files = {name: FileFacts(**facts) for each in states for name, facts in each["files"].items()}
     metrics, reported = request.metrics, request.reported
     try:
         unseen = commit(
-            request.folder, beside, request.step, len(told), files, request, metrics, reported
+            request.folder, temporary, request.step, len(states), files, request, metrics, reported
         )
     except Exception as error:
         return object_store.reason(error)
@@ -230,7 +232,7 @@ def _commit(request: SaveRequest, beside: StoragePath, told: Sequence[Mapping[st
     )
 
 
-def _told_by_all(facts: Mapping[str, Any]) -> list[State]:
+def _gather_states(facts: Mapping[str, Any]) -> list[State]:
     """Gather small facts from all ranks, by rank, as JSON: nothing received is unpickled."""
     text = json.dumps(
         {

@@ -162,14 +162,14 @@ class Snapshotter:
         step: int,
         own: Callable[[], State],
         state: Callable[[], State],
-        beside: State,
+        extra: State,
         metrics: dict[str, float],
     ) -> bool:
         """Have this step's snapshot written to the disk in the background, if possible.
 
         Return whether it is possible.
 
-        `beside`: what the checkpoint has instead of the snapshot's values, or in addition.
+        `extra`: what the checkpoint has instead of the snapshot's values, or in addition.
         """
         self.rest()
         if self._memory is None:
@@ -181,7 +181,7 @@ class Snapshotter:
         if slot is None or self._memory is None:
             return False
         self._memory.settle()
-        return checkpoint.hand_over(self._request(step, beside, metrics), slot)
+        return checkpoint.hand_over(self._request(step, extra, metrics), slot)
 
     def rest(self, within_s: float = math.inf) -> bool:
         """Wait until the checkpoint that is being written is on the disk; report whether it is."""

@@ -166,9 +166,9 @@ def npy(tokens: torch.Tensor) -> bytes:
 def write_whole(file: Path, content: bytes) -> None:
     """Write a file under another name and rename it, so that readers find all of it or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{context.rank().rank}")
-    beside.write_bytes(content)
-    beside.replace(file)
+    temporary = file.with_name(f".{file.name}.{context.rank().rank}")
+    temporary.write_bytes(content)
+    temporary.replace(file)
 
 
 def rows_of_ranks(own: torch.Tensor) -> list[torch.Tensor]:

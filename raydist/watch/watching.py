@@ -15,7 +15,7 @@ from raydist.reporting.page_files import Pages
 from raydist.reporting.result import Figures
 from raydist.settings.config import Job
 from raydist.shared.events import Events, Reader
-from raydist.watch.web.beside import PageBeside
+from raydist.watch.web.live_page import LivePage
 
 
 class Watched(NamedTuple):
@@ -49,7 +49,7 @@ def watching(
         console or contextlib.nullcontext(),
         metrics,
         Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events,
-        PageBeside(folder, job.watch.page) as page,
+        LivePage(folder, job.watch.page) as page,
     ):
         if console is not None:
             console.link(page.link)

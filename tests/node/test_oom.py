@@ -126,10 +126,10 @@ def test_records_of_another_pid_or_of_earlier_do_not_count(
 
 def test_kills_of_other_processes_of_the_cgroup(tmp_path: Path) -> None:
     counted = oom.read_count(7, machine(tmp_path, 1, 1))
-    assert oom.killed_beside(counted) == ""
+    assert oom.other_victims(counted) == ""
     machine(tmp_path, 3, 3)
     assert (
-        oom.killed_beside(counted)
+        oom.other_victims(counted)
         == "the kernel's out-of-memory killer ended 2 of its cgroup's processes meanwhile"
     )
 

@@ -23,9 +23,9 @@ from raydist.state import checkpoint_files, object_store, write
 from raydist.state.distributed_checkpoint import (
     RankPart,
     RankPlanner,
-    beside_name,
     commit,
     load_into,
+    temporary_name,
     write_part,
 )
 from raydist.state.object_store import Remote, environment, parse_path
@@ -204,7 +204,7 @@ def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
     monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     folder, state = Remote(f"{RUN}/checkpoints"), {"weights": torch.ones(100)}
-    beside = beside_name(folder, 4, "x")
+    beside = temporary_name(folder, 4, "x")
     files = write_part(beside, RankPart(0, 1, state, RankPlanner(0).plan(state)))
     assert commit(folder, beside, 4, 1, files, Checkpoint()) == []
     for rank in ("0", "1"):

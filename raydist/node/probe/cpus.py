@@ -18,10 +18,10 @@ from raydist.shared import cgroup, sysfs
 
 def allowed_cpus(root: Path = Path("/")) -> set[int]:
     """Return the CPUs of this process's affinity."""
-    told = re.search(
+    allowed = re.search(
         r"^Cpus_allowed_list:\s*(\S+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE
     )
-    return set(sysfs.cpu_list(told[1])) if told else set(range(os.cpu_count() or 1))
+    return set(sysfs.cpu_list(allowed[1])) if allowed else set(range(os.cpu_count() or 1))
 
 
 def count_cpus(allowed: AbstractSet[int], root: Path = Path("/")) -> int:

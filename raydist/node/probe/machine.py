@@ -31,21 +31,21 @@ LARGEST = 64 << 20
 
 def read_limits(root: Path = Path("/")) -> Limits:
     """Return the limits of this process; its ranks have the same."""
-    told = sysfs.read_text(root / "proc/self/limits")
+    limits_text = sysfs.read_text(root / "proc/self/limits")
     powers = re.search(
         r"^CapEff:\s*([0-9a-f]+)$", sysfs.read_text(root / "proc/self/status"), re.MULTILINE
     )
     return Limits(
-        memlock=_limit(told, "Max locked memory"),
-        nofile=_limit(told, "Max open files"),
+        memlock=_limit(limits_text, "Max locked memory"),
+        nofile=_limit(limits_text, "Max open files"),
         ipc_lock=powers is not None and bool(int(powers[1], 16) >> CAP_IPC_LOCK & 1),
         shm=_size(root / "dev/shm"),
-        stack=_limit(told, "Max stack size"),
+        stack=_limit(limits_text, "Max stack size"),
     )
 
 
-def _limit(told: str, name: str) -> int | None:
-    match = re.search(rf"^{name}\s+(\d+|unlimited)", told, re.MULTILINE)
+def _limit(limits_text: str, name: str) -> int | None:
+    match = re.search(rf"^{name}\s+(\d+|unlimited)", limits_text, re.MULTILINE)
     return None if match is None else -1 if match[1] == "unlimited" else int(match[1])
 
 

@@ -64,10 +64,10 @@ class Life(threading.Thread):
         self._name, self._say, self._driver = name, say, os.getppid()
 
     def run(self) -> None:
-        told = False
+        warned = False
         while os.getppid() == self._driver and not select.select([0], [], [], LOOK_S)[0]:
-            if self.called and time.monotonic() - self.called > HANG_S and not told:
-                told = True
+            if self.called and time.monotonic() - self.called > HANG_S and not warned:
+                warned = True
                 self._say(
                     warning=f"{self._name} has not answered for {HANG_S:g} s; the run continues "
                     "without it"

@@ -234,7 +234,7 @@ def best_first(
 
 def axes(trials: Sequence[TrialShown], summary: Mapping[str, Any]) -> Iterator[Axis]:
     """Yield an axis for each setting that differs, then one for each objective with a value."""
-    for key, typed in summary["space"].items():
+    for key, choices in summary["space"].items():
         texts = list(
             dict.fromkeys(trial.settings[key] for trial in trials if key in trial.settings)
         )
@@ -243,13 +243,13 @@ def axes(trials: Sequence[TrialShown], summary: Mapping[str, Any]) -> Iterator[A
         if (
             len(known) < len(texts)
             or not known
-            or (len(known) <= CHOICES and "interval(" not in typed)
+            or (len(known) <= CHOICES and "interval(" not in choices)
         ):
             yield Axis(
                 key, "choice", sorted(texts, key=float) if len(known) == len(texts) else texts
             )
         else:
-            yield _axis(key, known, "tag(log" in typed.replace(" ", ""))
+            yield _axis(key, known, "tag(log" in choices.replace(" ", ""))
     for each in summary["objectives"]:
         values = [value for trial in trials if (value := trial.values[each["name"]]) is not None]
         if values:

@@ -20,7 +20,7 @@ END_S = 3.0
 """Longest wait at the end of a run for viewers to get the last changes."""
 
 
-class PageBeside(AbstractContextManager["PageBeside"]):
+class LivePage(AbstractContextManager["LivePage"]):
     """A context manager that serves the page of a run.
 
     It costs nothing while nobody has opened the page.
@@ -47,7 +47,7 @@ class PageBeside(AbstractContextManager["PageBeside"]):
             else f"http://127.0.0.1:{self._socket.getsockname()[1]}/{self._token}/"
         )
 
-    def __enter__(self) -> PageBeside:
+    def __enter__(self) -> LivePage:
         if self._socket is not None:
             self._thread.start()
         return self
