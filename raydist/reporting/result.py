@@ -31,8 +31,10 @@ Some contain a number that changes from step to step.
 
 @dataclass(frozen=True)
 class Result(Generic[T]):
-    """The result of a run. `result.json` in the run folder has all of it but `values` and
-    `exceptions`."""
+    """The result of a run.
+
+    `result.json` in the run folder has all of it but `values` and `exceptions`.
+    """
 
     status: str
     """finished, failed or stopped."""
@@ -132,8 +134,10 @@ class Result(Generic[T]):
             path.unlink(missing_ok=True)
 
     def __str__(self) -> str:
-        """Return what a command prints at the end of the run: how it ended, then a line for each
-        figure."""
+        """Return what a command prints at the end of the run.
+
+        That is how it ended, then a line for each figure.
+        """
         from raydist.reporting import wording
 
         facts = self.to_json()

@@ -41,10 +41,10 @@ def _rebuild(kind: type[RaydistError], message: str, facts: dict[str, Any]) -> R
 
 
 class ConfigError(RaydistError):
-    """A setting, value, file or size is wrong. Exit code 2. The message has the value, the cause
-    and what to type.
+    """A setting, value, file or size is wrong. Exit code 2.
 
-    It is raised before anything is started, unless only a node or a rank can know.
+    The message has the value, the cause and what to type. It is raised before anything is started,
+    unless only a node or a rank can know.
 
     - `key`: the setting, group or flag, as in `optim.lr`; empty if the error concerns none.
     - `value`: the wrong value, as typed or as read; None if there is none.
@@ -129,8 +129,10 @@ class RunFailed(RaydistError):
 
 
 class Stopped(RaydistError):
-    """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM. `signum` is its number, the exit code
-    128 + `signum`."""
+    """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM.
+
+    `signum` is its number, the exit code 128 + `signum`.
+    """
 
     def __init__(self, signum: int, **facts: Any) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}", **facts)

@@ -86,8 +86,7 @@ class Event(_Frozen):
     """Seconds since the epoch, on the driver's clock; now, if it is not given."""
 
     def to_json(self) -> EventJson:
-        """Return the event as in events.jsonl: `t`, `kind`, and the fields that it was made
-        with."""
+        """Return the event as in events.jsonl: `t`, `kind`, and the fields given to it."""
         return {"t": self.t, "kind": self.kind, **vars(self)}
 
 
@@ -545,8 +544,7 @@ class Result(Event):
 
 
 class Other(Event):
-    """An event that this raydist does not know, or that lacks fields: of a newer or an older
-    raydist."""
+    """An event of a newer or older raydist, which this one does not know or which lacks fields."""
 
 
 def leaves(of: type[Event]) -> list[type[Event]]:

@@ -54,8 +54,9 @@ class SweepResult:
 def sweep(
     job: str | Callable[..., Any], *space: str, args: Sequence[Any] = (), **kwargs: Any
 ) -> SweepResult:
-    """Run a job many times with different settings, side by side as the cluster has room; return
-    the trials.
+    """Run a job many times with different settings; return the trials.
+
+    As many run at a time as the cluster has room for.
 
     - `job`: as for `raydist.run`.
     - `space`: settings as for `raydist.run`. Those with several values make the space, in Hydra's

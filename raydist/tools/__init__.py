@@ -16,8 +16,8 @@ Each takes the same overrides as `python -m raydist.train`.
     doctor_report.py      The doctor's report: a table of nodes and checks, findings with fixes, a
                           verdict
     doctor_rounds.py      The doctor's checks in order; each sends one request to all nodes at once
-    horovod.py            `python -m raydist.tools.horovod`: `build` builds Horovod for the
-                          installed torch, `check` tests it
+    horovod.py            `raydist horovod`: `build` builds Horovod for the installed torch, `check`
+                          tests it
     horovod_build.py      Patch and build Horovod's source distribution for the installed torch
     launch.py             The command `raydist launch`: torchrun's command line on the nodes of a
                           Ray cluster

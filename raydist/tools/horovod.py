@@ -1,5 +1,4 @@
-"""`python -m raydist.tools.horovod`: `build` builds Horovod for the installed torch, `check` tests
-it. (driver)"""
+"""`raydist horovod`: `build` builds Horovod for the installed torch, `check` tests it. (driver)"""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ of it.
                           streaming_split
     reshard.py            Shards or a whole state in ranks' memories, read by any number of ranks
                           with DCP
-    sharded.py            Sharded states (FSDP) in memory: each rank keeps its own shards, the next
-                          node a copy of them
+    sharded.py            Sharded states (FSDP) in memory: each rank's shards, with a copy on the
+                          next node
     snapshot_interval.py  How many steps lie between snapshots, from what a snapshot costs
     snapshotter.py        Snapshots: keeping one, which one all ranks restore, writing one to disk
     sources.py            Streams and loaders for raydist.fit: sources without an index, and their

@@ -39,8 +39,7 @@ def fit(
     model: torch.nn.Module | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, float]:
-    """Train a model as the settings say; return its last loss and its last metrics, which are those
-    of all ranks.
+    """Train a model as the settings say; return its last loss and metrics, over all ranks.
 
     All ranks must call it, with the same data sets. B is the number of samples in one forward pass
     on one rank: `data.batch_size`, or `data.global_batch` / (`train.accumulate` x ranks) where that

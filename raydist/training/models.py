@@ -14,8 +14,10 @@ from raydist.training.gpt import GPT as GPT
 
 
 class MLP(nn.Sequential):
-    """A perceptron with one hidden layer: [B, …] with `inputs` values per sample -> scores [B,
-    num_classes]."""
+    """A perceptron with one hidden layer.
+
+    Input [B, …] with `inputs` values per sample -> scores [B, num_classes].
+    """
 
     def __init__(self, inputs: int = 64, hidden: int = 64, num_classes: int = 10) -> None:
         super().__init__(
@@ -24,10 +26,10 @@ class MLP(nn.Sequential):
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions and a linear layer: images of shape [B, channels, height, width] -> [B,
-    num_classes].
+    """Two convolutions and a linear layer: images -> scores.
 
-    Height and width may be anything from 2 pixels. The output is scores, not probabilities.
+    Images of shape [B, channels, height, width] -> [B, num_classes]. Height and width may be
+    anything from 2 pixels. The output is scores, not probabilities.
     """
 
     def __init__(

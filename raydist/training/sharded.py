@@ -1,5 +1,4 @@
-"""Sharded states (FSDP) in memory: each rank keeps its own shards, the next node a copy of them.
-(rank side)
+"""Sharded states (FSDP) in memory: each rank's shards, with a copy on the next node. (rank side)
 
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
     begin = sharded.load(state)         # the step whose tensors are now in `state`; 0: none
@@ -68,8 +67,7 @@ LONGEST = 500
 
 
 def keep(step: int, state: Mapping[str, Any]) -> None:
-    """Keep this rank's shards of a state in the memory of its node, and a copy of them on the next
-    node.
+    """Keep this rank's shards of a state in its node's memory, and a copy on the next node.
 
     All ranks must call it, with the same step and the same keys; a stage of a pipeline may have
     keys of its own. It returns when the shards are in memory; the copy travels in the background,
@@ -82,7 +80,7 @@ def keep(step: int, state: Mapping[str, Any]) -> None:
       DTensor; of what rank 0 does not have, that of the first rank of a stage.
 
     It does nothing under torchrun and with one rank of `group=inline`. If memory is short on any
-    node, a warning says so once, and from then on it does nothing. With one node, or with unequal
+    node, it warns once, and does nothing from then on. With one node, or with unequal
     numbers of ranks on the nodes, there are no copies.
 
     RaydistError: torch.distributed is not initialised, as with backend=horovod. An error in the
@@ -102,8 +100,9 @@ def save(
     *,
     wait: bool = False,
 ) -> StoragePath | None:
-    """Save a state as the checkpoint of a step: each node writes the shards of its ranks. Return
-    the path, on all.
+    """Save a state as the checkpoint of a step; return the path, on all ranks.
+
+    Each node writes the shards of its ranks.
 
     All ranks must call it, with the same step and the same keys. The checkpoint is in the format of
     torch.distributed.checkpoint. All nodes must see the folder.
@@ -121,8 +120,8 @@ def save(
     program (`script=`), with one rank of `group=inline`, and if the shards of a rank do not fit
     into memory once more.
 
-    If a rank or node cannot write, as on a full disk, or does not see what others wrote, a warning
-    says so, and the checkpoints before it stay. If it is written before `save` returns, that
+    If a rank or node cannot write, as on a full disk, or does not see what others wrote, that
+    is a warning, and the checkpoints before it stay. If it is written before `save` returns, that
     returns None then, on all ranks.
     """
     context.phase("save")
@@ -249,8 +248,7 @@ def _gather_states(facts: Mapping[str, Any]) -> list[State]:
 def load(
     state: State, *, of_ranks: str = "", optional: Sequence[str] = (), part: bool = False
 ) -> int:
-    """Load the newest kept state that is complete into `state`, in place; return its step, or 0 for
-    none.
+    """Load the newest complete kept state into `state`, in place; return its step, 0 for none.
 
     All ranks must call it, with the keys that `keep` gets. After a restart the state comes from
     memory, kept by any number of ranks; otherwise from the checkpoint that the run continues from,

@@ -23,8 +23,9 @@ HEADERS = {20240520: "uint16", 20240801: "uint32"}
 
 
 class TokenFiles(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A map-style Dataset of packed tokens in files: `fit(train=data.TokenFiles("tokens",
-    length=1024), …)`.
+    """A map-style Dataset of packed tokens in files.
+
+    Example: `fit(train=data.TokenFiles("tokens", length=1024), …)`.
 
     - `files`: a folder, whose `*.bin` and `*.npy` are taken in order of their names; or a file, or
       a list of files.

@@ -30,11 +30,11 @@ def save(
     *,
     wait: bool = False,
 ) -> StoragePath | None:
-    """Save a state as the checkpoint of a step, and delete the checkpoints that are not to be kept.
-    Rank 0 writes.
+    """Save a state as the checkpoint of a step, and delete checkpoints that are not to be kept.
 
-    It is not a collective: all ranks may call it, and ranks other than 0 return None at once. Rank
-    0 returns the path, `checkpoints/step-00000400` in the run folder or below `storage=`.
+    Rank 0 writes. It is not a collective: all ranks may call it, and ranks other than 0 return None
+    at once. Rank 0 returns the path, `checkpoints/step-00000400` in the run folder or below
+    `storage=`.
 
     - `step`: optimizer steps done so far. A checkpoint of the same step is replaced.
     - `state`: a dict of tensors (on any device), None, bool, int, float, complex, str, bytes,
@@ -163,8 +163,8 @@ def latest() -> Saved | None:
     After a restart it is the newest complete checkpoint of this run, otherwise what `resume=`
     chose. All ranks may call it; it is not a collective. `Saved.step` is the number of optimizer
     steps done, `Saved.state` what `save` got. If the checkpoint is one of this run, the values that
-    rank 0 had reported when it was saved are told again: a driver that was killed may not have
-    heard of them.
+    rank 0 had reported when it was saved are reported again: a driver that was killed may not have
+    received them.
     """
     found = _latest()
     here = found is not None and found.path.parent == home().absolute()

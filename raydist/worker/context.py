@@ -276,8 +276,9 @@ def mesh(config: Job) -> MeshShape:
 
 
 def report(step: SupportsIndex | None = None, **values: Any) -> None:
-    """Report numbers of a training step: report(step=3, loss=0.1). It is not a collective and takes
-    microseconds.
+    """Report numbers of a training step: report(step=3, loss=0.1).
+
+    It is not a collective and takes microseconds.
 
     - `step`: optimizer steps done so far, over all epochs: an int, or what has an integer's value,
       as a NumPy integer. It is also the rank's heartbeat, from which hangs are detected. None: the

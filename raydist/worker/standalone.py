@@ -28,11 +28,11 @@ PATH_BYTES = 4096
 
 
 def main(function: Callable[..., Any]) -> Any:
-    """Run a job's function in this process, with the settings of its command line; return what the
-    function returns.
+    """Run a job's function in this process, with the settings of its command line.
 
-    For the last line of a job's file, under `if __name__ == "__main__":`. The settings are those of
-    `raydist train`. The rank is that of torchrun's variables; without them it is rank 0 of 1.
+    Returns what the function returns. For the last line of a job's file, under `if __name__ ==
+    "__main__":`. The settings are those of `raydist train`. The rank is that of torchrun's
+    variables; without them it is rank 0 of 1.
 
     - `function`: called with `config=` if it has a parameter of that name, and with `job.args` as
       keyword arguments.

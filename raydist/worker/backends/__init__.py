@@ -105,8 +105,9 @@ def check_installed(name: str, script: str = "") -> None:
 
 
 def process_set(*ranks: int) -> Any:
-    """The Horovod process set of these ranks, for `hvd.allreduce(x,
-    process_set=raydist.process_set(0, 1))`.
+    """Return the Horovod process set of these ranks.
+
+    Example: `hvd.allreduce(x, process_set=raydist.process_set(0, 1))`.
 
     - `ranks`: the ranks of one of `backend.horovod.process_sets`, in any order.
 
