@@ -137,7 +137,9 @@ def test_a_killed_rank_goes_on_from_memory_and_loses_one_step_at_most(
     (back,) = kinds(done, "restarted")
     assert back["repeated"] <= 1
     steps = [
-        event["step"] for event in kinds(done, "report") if event["rank"] == 0 and "loss" in event
+        event["step"]
+        for event in kinds(done, "report")
+        if event["rank"] == 0 and "loss" in event["values"]
     ]
     assert {*steps} == {*range(1, max(steps) + 1)}
     assert done.values[0] is not None
