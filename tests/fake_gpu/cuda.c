@@ -180,7 +180,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
             p->uuid.bytes[at++] = byte;
         }
     p->totalGlobalMem = (size_t)gpus[d->gpu].total_mib << 20;
-    p->major = 9, p->minor = 0, p->multiProcessorCount = 132, p->warpSize = 32;
+    p->major = 8, p->minor = 0, p->multiProcessorCount = 108, p->warpSize = 32;
     p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048;
     p->sharedMemPerBlock = 49152, p->regsPerMultiprocessor = 65536, p->l2CacheSize = 50 << 20;
     p->pciBusID = 16 + d->gpu, p->unifiedAddressing = 1;
@@ -189,7 +189,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int *into, enum cudaDeviceAttr what, int device) {
-    *into = what == cudaDevAttrComputeCapabilityMajor ? 9 : 0;
+    *into = what == cudaDevAttrComputeCapabilityMajor ? 8 : 0;
     return use();
 }
 

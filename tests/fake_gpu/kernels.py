@@ -76,6 +76,7 @@ def convert(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def on_same_memory(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Return a kernel for CUDA that calls an operator on CPU tensors."""
+    tensors = [at for at, each in enumerate(op._schema.arguments) if str(each.type) == "Tensor"]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         of_view: dict[int, torch.Tensor] = {}
@@ -105,7 +106,11 @@ def on_same_memory(op: torch._ops.OpOverload) -> Callable[..., Any]:
         named = {name: convert(value, to_host) for name, value in kwargs.items()}
         where = devices[0] if devices else torch.device("cuda", torch.cuda.current_device())
         wait(where)
-        result = op(*inputs, **named)
+        # Python gets a number for a tensor that torch has made of one: another overload takes it.
+        number = any(
+            isinstance(value, int | float) for at, value in enumerate(args) if at in tensors
+        )
+        result = (op.overloadpacket if number else op)(*inputs, **named)
         for view in views:
             given = of_view[id(view)]
             if view.shape != given.shape:  # an empty tensor, given for the result
@@ -125,6 +130,22 @@ def copying(native: Any, on_device: Callable[..., Any]) -> Callable[..., Any]:
         return native.call_boxed(keys, into, source, *more)
 
     return kernel
+
+
+def rms_norm_backward(
+    grad: torch.Tensor,
+    value: torch.Tensor,
+    shape: list[int],
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    mask: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of RMSNorm's input and weight: the CPU has no such operator."""
+    inner = [-1 - number for number in range(len(shape))]
+    normal, weighted = value * scale, grad if weight is None else grad * weight
+    of_value = scale * (weighted - normal * (weighted * normal).mean(inner, keepdim=True))
+    of_weight = (grad * normal).reshape(-1, *shape).sum(0).to(value.dtype) if mask[1] else None
+    return of_value.to(value.dtype), of_weight
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
@@ -157,5 +178,6 @@ def register() -> None:
             op = overload(name)
             if op is not None and not is_view(op) and has_kernel(name, "CPU"):
                 library.impl(op, on_same_memory(op), "CUDA")
+        library.impl("_fused_rms_norm_backward", rms_norm_backward, "CUDA")
         copy = copying(native_copy, on_same_memory(torch.ops.aten.copy_.default))
         library.impl("copy_", copy, "CUDA", with_keyset=True)

@@ -29,6 +29,7 @@ struct ncclComm {
     int rank, ranks, device, splits;
     int peers[RANKS][2]; /* sockets */
     volatile int aborted, pending;
+    volatile long launched, turn; /* calls run in the order of their launch, whatever their stream */
     volatile ncclResult_t state;
     struct ncclComm *parent; /* of a split: until it is ready */
     int color, key;
@@ -332,6 +333,7 @@ struct call {
     size_t count;
     ncclComm_t comm;
     cudaStream_t stream;
+    long ticket;
     struct call *next;
 };
 
@@ -352,6 +354,8 @@ static int gives(const struct call *k, int from, int to) {
 static void run(void *arg) {
     struct call *first = arg;
     const char *to_self = NULL; /* what a group sends to its own rank */
+    struct ncclComm *shared = first->comm;
+    while (shared->turn != first->ticket && !shared->aborted) usleep(200);
     while (fake_asked("hold-nccl") && !first->comm->aborted) usleep(1000);
     for (int get_now = 0; get_now < 2; get_now++) /* all that the group gives, then what it gets */
         for (struct call *k = first; k; k = k->next) {
@@ -386,6 +390,7 @@ static void run(void *arg) {
             }
             for (int r = 0; r < n; r++) free(in[r]);
         }
+    __sync_fetch_and_add(&shared->turn, 1);
     while (first) {
         struct call *k = first;
         first = k->next;
@@ -404,6 +409,7 @@ static ncclResult_t launch(struct call *calls) {
             *end = &k->next;
         }
         *now_end = *rest_end = NULL;
+        now->ticket = __sync_fetch_and_add(&now->comm->launched, 1);
         fake_enqueue(stream, 1, run, now);
         calls = rest;
     }
@@ -414,7 +420,7 @@ static ncclResult_t call(int kind, const void *in, void *out, size_t count, nccl
                          int op, int root, ncclComm_t comm, cudaStream_t stream) {
     if (comm->aborted || comm->state) return comm->state ?: ncclInvalidUsage;
     struct call *k = calloc(1, sizeof *k);
-    *k = (struct call){kind, root, type, op, in, out, count, comm, stream};
+    *k = (struct call){kind, root, type, op, in, out, count, comm, stream, 0, NULL};
     __sync_fetch_and_add(&comm->pending, 1);
     if (!depth) return launch(k);
     if (!group) group_end = &group;
