@@ -52,7 +52,7 @@ def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
         kinds.append(event.kind)
         if isinstance(event, events.Report) and not go.exists():
             assert not run.done()
-            with pytest.raises(TimeoutError, match=r"is not over after 0\.01 s"):
+            with pytest.raises(TimeoutError, match=r"has not ended after 0\.01 s"):
                 run.result(timeout=0.01)
             go.touch()
     done = run.result(timeout=60)
