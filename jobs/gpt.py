@@ -2,6 +2,7 @@
 download."""
 
 import math
+import statistics
 import sysconfig
 import time
 import zlib
@@ -113,20 +114,28 @@ def bytes_per_token(tokens: Tensor, pairs: data.BytePairs | None) -> float:
 
 
 class Clock:
-    """Counts the tokens of this rank's training, from its second batch on."""
+    """Measures the tokens per second of this rank's training, from its second batch on."""
 
     def __init__(self) -> None:
-        self.tokens, self.begin, self.end = 0, 0.0, 0.0
+        self.batches: list[tuple[int, float]] = []
+        """Tokens of a batch, and seconds since the batch before it."""
+        self.last = 0.0
 
     def count(self, scores: Tensor, following: Tensor) -> None:
         if scores.requires_grad:  # not in an evaluation
-            self.end = time.perf_counter()
-            self.tokens += following.numel() if self.begin else 0
-            self.begin = self.begin or self.end
+            now = time.perf_counter()
+            if self.last:
+                self.batches.append((following.numel(), now - self.last))
+            self.last = now
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / (self.end - self.begin) if self.tokens else 0.0
+        if not self.batches:
+            return 0.0
+        # What takes much longer than a batch is an evaluation or a save between two.
+        limit = 3 * statistics.median(s for _, s in self.batches)
+        timed = [(tokens, s) for tokens, s in self.batches if s <= limit]
+        return sum(tokens for tokens, _ in timed) / sum(s for _, s in timed)
 
 
 @torch.no_grad()
