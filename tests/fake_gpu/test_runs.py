@@ -53,8 +53,11 @@ def test_ranks_in_different_collectives_are_named_by_the_flight_recorder(
     assert (hang["ranks"], hang["certain"]) == ([1], True)
 
 
-def test_a_communicator_that_hangs_is_ended(machine: Machine, tmp_path: Path) -> None:
+def test_a_communicator_that_hangs_is_ended(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks are in the same collective, and it does not end: NCCL's watchdog aborts it."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # the watchdog writes its records below it
     here = machine(2)
     (tmp_path / "job.py").write_text(COLLECTIVES.format(other=None))
     run = program(

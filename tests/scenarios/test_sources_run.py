@@ -37,7 +37,7 @@ def learn(config: Any, source: Any, struck: tuple[Fault, ...] = ()) -> list[list
 @pytest.mark.parametrize("source", [Placed, plain_loader])
 def test_a_killed_rank_costs_a_source_no_sample(source: Any, on_ray: Path) -> None:
     def run(*struck: Fault) -> Result[Any]:
-        return raydist.run(learn, *WORDS, "group=inline", made=source, struck=struck)
+        return raydist.run(learn, *WORDS, "group=inline", source=source, struck=struck)
 
     whole, again = run(), run(kill(1, 11))
     assert [end.step for end in again.restarts] == [11]
@@ -71,7 +71,7 @@ def test_ray_data_gives_each_row_to_one_rank_and_begins_the_epoch_anew(
         f"parallel={parallel}",
         "parallel.blocks=Linear",
     )
-    done = raydist.run(learn, *words, made=rows, struck=(kill(1, 3),))
+    done = raydist.run(learn, *words, source=rows, struck=(kill(1, 3),))
     assert done.status == "finished"
     assert [end.step for end in done.restarts] == [3]
     first = int(parallel == "ddp")  # it looks at a batch before it loads the state
