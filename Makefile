@@ -17,7 +17,7 @@ RUN    := $(BIN)/python -m
 TESTS  := pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test test-all checks horovod-or-not lint types fast lowest docs horovod bench gpu rig clean
+.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest docs horovod bench gpu rig clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -48,14 +48,16 @@ train: $(VENV)/.installed  ## install, then train the main job on this machine: 
 	$(RUN) raydist.train $(WORDS)
 
 test: checks  ## install, lint, types, the tests that are not slow: ten minutes on two cores
-	$(RUN) $(if $(COVERAGE),coverage run -m) $(TESTS) -m "not slow"
+	$(RUN) $(TESTS) -m "not slow"
 
-test-all: export COVERAGE_FILE = $(CURDIR)/.coverage
-test-all: COVERAGE = 1
-test-all: test  ## the same with its coverage, then the slow tests: what CI runs
+test-all: test  ## the same, then the slow tests: what CI runs
+	$(RUN) $(TESTS) -m slow
+
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: $(VENV)/.tested  ## what the tests that are not slow run of raydist, in drivers, fork servers and ranks
+	$(RUN) coverage run -m $(TESTS) -m "not slow"
 	$(RUN) coverage combine --quiet
 	$(RUN) coverage report
-	$(RUN) $(TESTS) -m slow
 
 # Horovod is built (3 minutes, then from a cache) on one core while mypy runs on the other.
 checks: lint
