@@ -248,7 +248,8 @@ def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_di
     (failure,), result = run.events("failure"), run.result()
     saved = checkpoint_files.newest(run.run_dir / "checkpoints")
     assert saved is not None
-    assert failure["reached"] - saved.step <= 1  # the one in flight; the state may be newer than what the driver knew
+    # One step was in flight. The state may be newer than what the driver knew.
+    assert failure["reached"] - saved.step <= 1
     assert result["error"] == "LaunchError"
     assert (
         "gave up after 2 s (scale.wait_s): waiting for 1 more node with 1 CPU" in result["failure"]
