@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raydist.cluster import ray_private
 from raydist.messages.agent import (
     Close,
     Examine,
@@ -163,7 +164,7 @@ class RankAgent:
         self._client = await self._connecting
         self._writer = Writer(self._client, self._add_event, self._spawn)
         if request.lead:
-            raylet = int(os.environ.get("RAY_RAYLET_PID", "0")) if request.ray_stays else 0
+            raylet = ray_private.raylet_pid() if request.ray_stays else 0
             keep_s = min(request.keep_s, kept_server.most_s())
             self._server.send(BeginRun(str(self.folder), keep_s, raylet))
         warm = await self._server.ask(ImportModules(modules), Warm)
