@@ -9,6 +9,8 @@ AWAY   := $(if $(word 2,$(CURDIR)),$(if $(filter 1,$(words $(CACHE))),$(CACHE)/r
 VENV   ?= $(AWAY:%=%/).venv$(if $(TORCH),-torch-$(TORCH))
 # Two test files run at a time: most of their time they wait. JOBS=0: one after another.
 JOBS   ?= 2
+# What `make test` does before the tests.
+CHECKS ?= lint types
 # A file of versions that replaces a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.
 PINS   ?= $(if $(TORCH),$(VENV).txt)
 BIN    := $(VENV)/bin
@@ -17,7 +19,7 @@ RUN    := $(BIN)/python -m
 TESTS  := pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest docs horovod bench gpu rig clean
+.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest matrix docs horovod bench gpu rig clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -60,8 +62,8 @@ coverage: $(VENV)/.tested  ## what the tests that are not slow run of raydist, i
 	$(RUN) coverage report
 
 # Horovod is built (3 minutes, then from a cache) on one core while mypy runs on the other.
-checks: lint
-	$(MAKE) --no-print-directory --jobs=2 types horovod-or-not
+checks: $(filter lint,$(CHECKS))
+	$(MAKE) --no-print-directory --jobs=2 $(filter types,$(CHECKS)) horovod-or-not
 
 horovod-or-not: $(VENV)/.tested
 	$(RUN) raydist.tools.horovod build || [ $$? = 2 ]  # 2: it has printed what this machine lacks, and its tests are skipped
@@ -78,6 +80,9 @@ fast: $(VENV)/.tested  ## the tests that need neither Ray nor root
 
 lowest:  ## the main job and the fast tests with the lowest versions that pyproject.toml admits, on Python 3.10 if it exists
 	$(MAKE) train fast VENV=$(AWAY:%=%/).venv-lowest PINS=tests/lowest.txt TORCH= PYTHON="$(OLDEST)"
+
+matrix:  ## make test on each Python of this machine, 3.10 to 3.13, with the newest and the lowest torch: WORDS="3.10 3.13:2.8.0"
+	$(PYTHON) -m tests.matrix $(WORDS)
 
 docs: $(VENV)/.installed  ## the documentation as a site, in build/site; a broken link is an error
 	$(PIP) --editable '.[docs]'

@@ -136,7 +136,7 @@ def attempt_job(
     group, job = job.group, connect.settle_group(job)
     check = ModelCheck(job)
     if job.group == "inline":
-        events.add(kinds.Cluster(address="", asked=group))
+        events.add(kinds.Cluster(address="", requested=group))
         check.refuse()
         return attempt_inline(job, call, events, alone=many is None)
     warm_server.prepare(job)  # while Ray answers

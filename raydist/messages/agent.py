@@ -68,7 +68,7 @@ class RankEnd(ProcessEnd):
     """`kernel`: the kernel's out-of-memory killer ended it."""
     by_mpirun: bool = False
     """Whether mpirun had ended its child of the rank before."""
-    told: bool = False
+    stop_requested: bool = False
     """Whether its agent had been asked to stop it while it ran, and had raised nothing. This is
     known without comparing clocks."""
     error: RecordedError | None = None

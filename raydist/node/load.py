@@ -92,24 +92,24 @@ def gpu_loads(nvml: Any) -> list[GpuLoad]:
     found: list[GpuLoad] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         # A GPU that has fallen off the bus has no handle, and reports nothing.
-        gpu = told(nvml.nvmlDeviceGetHandleByIndex, index)
-        memory = told(nvml.nvmlDeviceGetMemoryInfo, gpu)
+        gpu = nvml_value(nvml.nvmlDeviceGetHandleByIndex, index)
+        memory = nvml_value(nvml.nvmlDeviceGetMemoryInfo, gpu)
         busy, milliwatts = (
-            told(nvml.nvmlDeviceGetUtilizationRates, gpu),
-            told(nvml.nvmlDeviceGetPowerUsage, gpu),
+            nvml_value(nvml.nvmlDeviceGetUtilizationRates, gpu),
+            nvml_value(nvml.nvmlDeviceGetPowerUsage, gpu),
         )
         found.append(
             {
                 "util": None if busy is None else busy.gpu / 100,
                 "memory": None if memory is None else (memory.used, memory.total),
                 "power_w": None if milliwatts is None else round(milliwatts / 1000),
-                "temp_c": told(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU),
+                "temp_c": nvml_value(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU),
             }
         )
     return found
 
 
-def told(ask: Callable[..., Any], *args: Any) -> Any:
+def nvml_value(ask: Callable[..., Any], *args: Any) -> Any:
     """Return NVML's answer; None if this GPU does not report it."""
     with contextlib.suppress(Exception):
         return ask(*args)

@@ -103,8 +103,8 @@ class RankProcess:
         self._oom_count = oom.read_count(self.pid)
         """The kernel's count of OOM kills when the rank started."""
         self._stopping = False
-        self._told = False
-        """See RankEnd.told."""
+        self._stop_requested = False
+        """See RankEnd.stop_requested."""
         self._watching = asyncio.create_task(self._await_end(forked.ended))
 
     @property
@@ -182,7 +182,7 @@ class RankProcess:
         Without grace, send SIGKILL at once.
         """
         self._stopping = True
-        self._told |= self.running and not self.reports.raised
+        self._stop_requested |= self.running and not self.reports.raised
         if grace and self.running:
             self._send_signal(signal.SIGTERM)
             await self.wait_end(grace)
@@ -286,7 +286,7 @@ class RankProcess:
         self._note_end(RankEnd(**vars(ended.result())))
 
     def _note_end(self, end: RankEnd) -> None:
-        end = replace(self._explain(end), told=self._told)
+        end = replace(self._explain(end), stop_requested=self._stop_requested)
         if not self._stopping and (end.code or end.signal):
             killed = end.signal == signal.SIGKILL and not end.lost
             why, by_kernel = (

@@ -65,7 +65,7 @@ def classify_end(
         oom=report.oom,
     )
     drain = attempt.drain
-    if drain and report.told and attempt.stopped is None:
+    if drain and report.stop_requested and attempt.stopped is None:
         return _drained(end, drain)
     hang = attempt.hang if attempt.stopped is None else None
     error = _raised(end, report, rank)
@@ -74,7 +74,7 @@ def classify_end(
         return error
     if hang and hang.blames(end.rank):
         return _hung(end, hang)
-    if report.told and (end.signal or end.code):
+    if report.stop_requested and (end.signal or end.code):
         return replace(end, how="stopped")
     if report.by_mpirun:
         return replace(end, how="ended")

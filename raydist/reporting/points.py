@@ -38,7 +38,7 @@ class Points:
     first values stay: a tracker cannot take a point back, and must not have two.
     """
 
-    told: int = -1
+    released: int = -1
     """The newest step that was released, in this run or in the one that it resumes.
 
     It is never released again.
@@ -79,7 +79,7 @@ class Points:
             return
         self._drop_after(step - 1)
         self.kept = max(self.kept, -1 if report.kept is None else report.kept)
-        if step > self.told:
+        if step > self.released:
             self.held.setdefault(step, Point(step, report.t, self.attempt)).values.update(
                 numbers(report.values)
             )
@@ -98,7 +98,7 @@ class Points:
         return self._tell([at for at in self.held if at <= max(covered + late, default=-1)])
 
     def _tell(self, steps: list[int]) -> list[Point]:
-        self.told = max([self.told, *steps])
+        self.released = max([self.released, *steps])
         return [self.held.pop(step) for step in sorted(steps)]
 
 

@@ -41,7 +41,7 @@ def cluster_line(event: kinds.Cluster) -> str:
     if not event.address:
         why = (
             "for a program on one node; group=ray starts one"
-            if event.asked == "auto"
+            if event.requested == "auto"
             else "group=inline"
         )
         return f"ray   none ({why})"

@@ -169,7 +169,7 @@ class Cluster(Event):
     """Nodes that are alive."""
     started: bool = False
     """Whether raydist started this Ray."""
-    asked: str = ""
+    requested: str = ""
     """Without Ray: the setting `group`."""
 
 

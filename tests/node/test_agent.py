@@ -390,7 +390,7 @@ def test_a_rank_is_stopped(
 
     end = node.run(run_and_stop())
     assert end is not None
-    assert (end.code, end.signal, end.told) == (0, number, True)
+    assert (end.code, end.signal, end.stop_requested) == (0, number, True)
     assert end.why == ""  # the driver knows who stopped it
 
 
@@ -411,7 +411,7 @@ def test_a_rank_that_failed_before_it_was_to_stop_was_not_told_to(
 
     end = node.run(run_and_stop())
     assert end is not None
-    assert not end.told
+    assert not end.stop_requested
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(
@@ -507,7 +507,7 @@ def test_an_agent_that_cannot_read_the_news_ends_its_rank_and_starts_another(
     assert not first_is_alive
     assert end is not None
     assert end.error is not None
-    assert (end.code, end.step, end.told, end.error.type) == (1, 1, False, "OSError")
+    assert (end.code, end.step, end.stop_requested, end.error.type) == (1, 1, False, "OSError")
     assert "its agent can't read its messages: [Errno 5]" in end.error.message
     assert end.error.traceback.startswith("Traceback")
     assert second.end is not None
@@ -537,7 +537,7 @@ def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(
     assert not first_is_alive
     assert [event["pid"] for event in history.events if event["kind"] == "joined"] == [second]
     assert history.end is not None
-    assert (history.end.code, history.end.signal, history.end.told) == (0, 0, False)
+    assert (history.end.code, history.end.signal, history.end.stop_requested) == (0, 0, False)
 
 
 def test_what_still_waits_for_an_attempt_gets_nothing_of_the_next_one(
@@ -721,5 +721,9 @@ def test_a_fork_server_that_is_stopped_is_told_of_and_ended_when_it_is_in_the_wa
         quiet, end, is_open = asyncio.run(asyncio.wait_for(run(finish), TIMEOUT_S))
         assert quiet >= 0.5
         assert end is not None
-        assert (end.signal, bool(end.lost), end.told) == (signal.SIGKILL, True, not finish)
+        assert (end.signal, bool(end.lost), end.stop_requested) == (
+            signal.SIGKILL,
+            True,
+            not finish,
+        )
         assert not is_open  # it is replaced

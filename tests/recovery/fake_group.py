@@ -175,7 +175,9 @@ class Trial:
     ) -> None:
         """Answer the open call to the agent of this rank: its process has ended."""
         stopped = any(rank in ranks for ranks, _ in self.group.stops)
-        end = RankEnd(code, signum, self.now(rank), step=step, phase="forward", told=stopped)
+        end = RankEnd(
+            code, signum, self.now(rank), step=step, phase="forward", stop_requested=stopped
+        )
         self.answer(rank, *events, step=step, end=replace(end, **more))
 
     def fail(self, rank: int, error: Exception) -> None:

@@ -45,7 +45,7 @@ def report(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
 
 def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
     """Return the report of a rank that was to stop before it failed."""
-    return report(code, signum, told=True, **more)
+    return report(code, signum, stop_requested=True, **more)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_clocks_that_differ_change_neither_the_cause_nor_how_ranks_ended(
         assert trial.stopped()[0] == [0, 2]
         time.sleep(0.02)
         own = event("raised", t=trial.now(2), rank=2, type="ValueError", message="nan", step=2)
-        trial.end(2, own, code=1, step=2, told=False)  # by itself, a little later
+        trial.end(2, own, code=1, step=2, stop_requested=False)  # by itself, a little later
         trial.end(0, signum=9, step=2)
         assert ways(trial) == ["stopped", "killed", "raised"]
         assert trial.cause().rank == 1

@@ -79,7 +79,7 @@ def test_no_ray_is_started(tmp_path: Path) -> None:
     program = launch(tmp_path, "--nproc-per-node", "2", "--time", "steps.py", "--short")
     assert program.wait() == 0, program.screen
     (cluster,) = program.events("cluster")
-    assert (cluster["address"], cluster["asked"]) == ("", "auto")
+    assert (cluster["address"], cluster["requested"]) == ("", "auto")
     assert "ray   none (for a program on one node; group=ray starts one)" in program.screen
     assert "[0] step 19" in program.screen
     assert not (program.tmp / "ray").exists()

@@ -79,7 +79,7 @@ class Ledger:
     FOLDER: ClassVar[str] = "track"
     id: str = ""
     """The tracker's own name of the run; empty if it has none yet."""
-    told: int = -1
+    newest_step: int = -1
     """The newest step that the tracker has."""
 
     @classmethod

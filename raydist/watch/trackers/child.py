@@ -84,7 +84,7 @@ class Follower:
         self._task, self._say, self._life = task, say, life
         self._folder = Path(task.folder)
         self._ledger = Ledger.read(self._folder, task.name)
-        self._points = Points(told=self._ledger.told, repeats=task.repeats)
+        self._points = Points(released=self._ledger.newest_step, repeats=task.repeats)
         self._progress = Progress()
         self._tracker: Tracker | None = None
         self._rows: list[Measured] = []
@@ -171,8 +171,8 @@ class Follower:
             some = self._rows[:ROWS]
             # This is recorded first: if this process is killed in between, a step is missing
             # instead of existing twice.
-            self._ledger.told = max(
-                [self._ledger.told, *(row.step for row in some if row.step is not None)]
+            self._ledger.newest_step = max(
+                [self._ledger.newest_step, *(row.step for row in some if row.step is not None)]
             )
             self._ledger.write(self._folder, self._task.name)
             self._life.called = time.monotonic()
