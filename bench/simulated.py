@@ -114,7 +114,7 @@ class SimulatedAgent:
                 return RankActivity(1000 + self.rank, state, 0.0, STACK, (), self.beat())
             case StopRank():
                 ORDERS.stopped.append(time.monotonic())
-                self.over(RankEnd(0, signal.SIGKILL, time.time(), told=True))
+                self.over(RankEnd(0, signal.SIGKILL, time.time(), stop_requested=True))
             case GetLoad():
                 return {
                     "cpu": 0.5,

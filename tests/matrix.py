@@ -55,9 +55,10 @@ def interpreter(python: str) -> str | None:
         for folder in sorted(Path("/").glob(expand(pattern.format(minor=minor))), reverse=True)
     ]
     names = [f"python{python}", *(str(folder / f"python{python}") for folder in folders)]
-    for name in filter(None, map(shutil.which, names)):
-        if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0:
-            return name
+    for name in names:
+        path = shutil.which(name)
+        if path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return path
     return None
 
 
