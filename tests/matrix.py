@@ -69,7 +69,7 @@ def expand(pattern: str) -> str:
 
 def lowest_torch() -> str:
     (version,) = re.findall(r"^torch==(\S+)", (ROOT / "tests/lowest.txt").read_text(), re.MULTILINE)
-    return version
+    return str(version)
 
 
 def turns(words: list[str]) -> Iterator[Turn]:
