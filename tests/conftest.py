@@ -169,7 +169,10 @@ def ray_address() -> Iterator[str]:
     )  # as ray.init does: workers inherit the limit of this process
     # a Cluster has no GPUs unless told, also where the machine has some
     have = {"num_cpus": CPUS, "num_gpus": ray_private.count_gpus()}
-    cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, **have})
+    with pytest.MonkeyPatch.context() as of_ray:
+        # The node's limit for all runs: it is the programs that keep a server for the next one.
+        of_ray.setenv("RAYDIST_KEEP_WARM_S", programs.KEEP_WARM_S)
+        cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, **have})
     yield cluster.address
     ray.shutdown()
     cluster.shutdown()

@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[1]
 HEAD: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False}
 """Arguments of a Cluster's head, without the processes that tests do not need. The log monitor sends
 output that nobody reads."""
+KEEP_WARM_S = "600"
+"""Seconds for which the fork server of a program waits for the next one."""
 _shared: list[Path] = []
 """The TMPDIR that programs share."""
 
@@ -64,7 +66,7 @@ class Program:
         )
         if not (tmp or alone):
             env |= {
-                "RAYDIST_KEEP_WARM_S": "600",
+                "RAYDIST_KEEP_WARM_S": KEEP_WARM_S,
                 "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
             }
             env.pop("PYTEST_CURRENT_TEST", None)  # a server is kept for one environment

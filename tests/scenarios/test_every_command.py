@@ -37,6 +37,7 @@ NOT_HERE = {
     r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, "
     "test_sweep_watched.py shows one",
     r"-m bench": "the figures of a whole machine; tests/test_bench.py",
+    r"-m pytest": "the tests themselves",
 }
 """Commands of the pages that can't be typed here: a pattern, why, and which test types one like
 it."""
