@@ -13,6 +13,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("which", nargs="*", default=["launch", "scripts", "steps", "imports"])
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--ranks", default="2,4,8,16", help="for launch and scripts")
+parser.add_argument("--parts", help="gpu: only these, as launch,recovery")
 parser.add_argument(
     "--commands", action="store_true", help="launch: whole commands, until they have exited"
 )
@@ -24,6 +25,8 @@ tables = []
 for name in ["commands" if asked.commands and each == "launch" else each for each in asked.which]:
     with_ranks = name in ("launch", "scripts", "commands")
     more = {"ranks": tuple(int(ranks) for ranks in asked.ranks.split(","))} if with_ranks else {}
+    if name == "gpu" and asked.parts:
+        more = {"parts": asked.parts.split(",")}
     tables.append(
         f"## {name}\n\n"
         + "\n".join(import_module(f"bench.{name}").main(rounds=asked.rounds, **more))

@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.measure import BACKEND, RANKS, alternate, heads, join_torchrun, rank_device, row
+from bench.measure import BACKEND, RANKS, SMALL, alternate, heads, join_torchrun, rank_device, row
 
-SIZE = 256 << 20 if BACKEND == "nccl" else 8 << 20
-ITERS, WARM = 100, 5
+SIZE = 256 << 20 if BACKEND == "nccl" and not SMALL else 8 << 20
+ITERS, WARM = (2, 1) if SMALL else (100, 5)
 
 
 def turn_raydist() -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.measure import BACKEND, RANKS, alternate, machine
+from bench.measure import BACKEND, RANKS, SMALL, alternate, machine
 
 REPORT = Path("gpu-report.md")
 LIMIT_S = 1800.0
@@ -37,6 +37,8 @@ ONLY_REAL = (
     "how much memory of a GPU other processes use: each counts only its own",
 )
 """What the fake GPUs of the tests cannot show."""
+JUDGED = ("tests", "network")
+"""The parts that show something on fake GPUs too: of the others only that they run."""
 Figure = tuple[str, bool]
 """A figure, and whether it reaches the goal."""
 
@@ -119,8 +121,8 @@ def keeping(rounds: int) -> Figure:
 
     begin_ray()
     with tempfile.TemporaryDirectory() as folder:
-        _, cost, least, most, _ = bench.snapshots(rounds, folder)
-    return f"{cost:.2f}% ({least:.2f}% to {most:.2f}%)", cost <= 1
+        _, cost, least, most, pairs = bench.snapshots(rounds, folder)
+    return f"{cost:.2f}% ({least:.2f}% to {most:.2f}%) of {pairs} pairs of blocks", cost <= 1
 
 
 def network(rounds: int) -> Figure:
@@ -193,15 +195,18 @@ def run_part(name: str, gpus: int, rounds: int) -> tuple[str, str]:
     if code:
         return "", f"FAILED: {last}"
     figure, good = json.loads(last)
+    if SMALL and name not in JUDGED:
+        return figure, "it runs; the figure is without meaning"
     return figure, "reached" if good else "MISSED"
 
 
-def main(rounds: int = 3) -> list[str]:
-    """The rows of the report, which is written to `REPORT` too."""
+def main(rounds: int = 3, parts: Sequence[str] = ()) -> list[str]:
+    """The rows of the report, which is written to `REPORT` too. `parts`: these only."""
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True)
     names: list[str] = json.loads(done.stdout.replace("'", '"')) if done.returncode == 0 else []
     rows = ["| what | figure | goal | verdict |", "|---|---|---|---|"]
-    for name, part in PARTS.items():
+    for name in parts or PARTS:
+        part = PARTS[name]
         print(f"gpu: {name}", flush=True)
         figure, verdict = run_part(name, len(names), rounds)
         cells = [part.what, figure, part.goal, verdict]

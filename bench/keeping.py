@@ -13,9 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 
-from bench.measure import BACKEND, RANKS
+from bench.measure import BACKEND, RANKS, SMALL
 
-BLOCK, BLOCKS = 14, 100
+BLOCK, BLOCKS = 14, 2 if SMALL else 100
 """Steps of a block, and pairs of blocks in a round: short ones, for the machine drifts within
 seconds."""
 STATE, TURN_S, WRITTEN_S = 1 << 30, 10.0, 2.0

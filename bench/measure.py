@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 BACKEND, RANKS = os.environ.get("BENCH_BACKEND", "gloo"), int(os.environ.get("BENCH_RANKS", "2"))
 """What ranks use, and their number; bench/gpu.py sets them, for the programs that a bench starts
 too."""
+SMALL = "FAKE_GPU" in os.environ
+"""Whether the GPUs are those of tests/fake_gpu: each bench then does little, only to run."""
 Turn = Callable[[], float]
 """One measured turn; its figure."""
 

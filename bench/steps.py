@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.measure import BACKEND, RANKS, alternate, join_torchrun, rank_device, row
+from bench.measure import BACKEND, RANKS, SMALL, alternate, join_torchrun, rank_device, row
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-STEPS, WARM, BATCH = 600, 30, 32
+STEPS, WARM, BATCH = (6, 2, 4) if SMALL else (600, 30, 32)
 
 
 def train(told: bool) -> float:
@@ -57,7 +57,7 @@ def network(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
     import torch
     from torch import nn
 
-    if device.type == "cuda":
+    if device.type == "cuda" and not SMALL:
         from torchvision.models import resnet50
 
         images = torch.randn(64, 3, 224, 224).to(memory_format=torch.channels_last)

@@ -220,17 +220,18 @@ def gpu_variables(plan: Plan, facts: Sequence[Facts], slot: Slot) -> Iterator[En
     """Yield the GPUs that a rank sees.
 
     They are all GPUs of the job on its node, in the same order for all its ranks, as peer access
-    needs.
+    needs. Without Ray a rank inherits those that this process sees.
     """
-    node, ids = facts[slot.rank], binding.assigned_gpus(facts, slot)
+    node, ids = facts[slot.rank], binding.gpu_ids(plan, facts, slot)
     why = "all GPUs of this job on the node; a rank takes its LOCAL_RANK's"
     if not plan.request.rank_resources.get("GPU"):
         ids, why = [], "the job requests no GPU"
-    elif not ids:
-        return
-    elif any(gpu.startswith("MIG-") for gpu in node.gpus or ()):
-        ids = [gpu for gpu in ids if gpu in (node.gpus or ())]
+    elif any(gpu.startswith("MIG-") for gpu in node.gpus or ids):
+        place = slot.local_rank
+        ids = [gpu for gpu in ids if gpu in node.gpus] if node.gpus else ids[place : place + 1]
         why = "the MIG instance of this rank: CUDA would use the first one of a list only"
+    elif not binding.assigned_gpus(facts, slot):
+        return
     listed = ",".join(ids)
     yield EnvVar("CUDA_VISIBLE_DEVICES", listed, why)
     # Ray sets HIP_VISIBLE_DEVICES to the GPUs of the actor, which are those of one rank.
@@ -252,7 +253,7 @@ def mig_variables(plan: Plan, facts: Sequence[Facts], lead: Slot) -> Iterator[En
     """
     node = facts[lead.rank]
     parent = {instance: gpu.uuid for gpu in node.devices for instance in gpu.instances}
-    held = [gpu for gpu in binding.assigned_gpus(facts, lead) if gpu.startswith("MIG-")]
+    held = [gpu for gpu in binding.gpu_ids(plan, facts, lead) if gpu.startswith("MIG-")]
     gpus = [parent.get(instance, "") for instance in held]
     if (
         plan.request.backend != "nccl"

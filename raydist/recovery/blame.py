@@ -44,6 +44,10 @@ NETWORK_WORDS = re.compile(
 """Messages after the death of a peer: those of gloo and TCPStore (torch 2.15, one of three ranks
 killed), NCCL, Horovod."""
 
+BROKEN_GPU = re.compile(r"uncorrectable ECC error|device-side assert triggered")
+"""CUDA's errors that only this rank's GPU, or its own kernel, causes, whoever reports them: NCCL's
+watchdog does so as a DistBackendError, or aborts."""
+
 DISAGREE = re.compile(
     r"data size doesn't match expected size|op\.preamble\.length"
     r"|Mismatched (?:[A-Z]+ tensor|data types|operations|reduction operation|prescale)"
@@ -53,10 +57,11 @@ collectives."""
 
 LAST_WORDS = re.compile(
     r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double "
-    r"free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)",
+    r"free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)"
+    r"|^\[rank\d+\]:.*\] (Aborting process .+)",
     re.MULTILINE,
 )
-"""The messages of C++, glog's checks and glibc before they abort."""
+"""The messages of C++, glog's checks, glibc and torch's watchdog of NCCL before they abort."""
 
 MEANINGS = {
     signal.SIGKILL: "from the kernel's out-of-memory killer, see dmesg on the node, or from "
@@ -139,7 +144,7 @@ def _guilt(end: End) -> int:
     0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network
     error.
     """
-    if disagree(end):
+    if disagree(end) or BROKEN_GPU.search(end.message):
         return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
         return 2

@@ -92,10 +92,19 @@ class FakeGpus:
     def ask(self, name: str, rank: int | None = None, on: bool = True) -> None:
         """Ask the libraries for something until it is taken back.
 
-        hold-copies: copies wait. hold-nccl: collectives wait. nccl-error: NCCL reports an error.
+        hold-copies: copies wait. slow-copies: each one to page-locked memory of more than a number
+        takes 50 ms. hold-nccl: collectives wait. nccl-error: NCCL reports an error.
         """
         path = self.folder / (name if rank is None else f"{name}.{rank}")
         path.touch() if on else path.unlink()
+
+    def repair(self) -> None:
+        """Make all GPUs whole again, and take back what was asked."""
+        self.gpus = [Gpu()] * len(self.gpus)
+        self._write()
+        for name in ("hold-copies", "slow-copies", "hold-nccl", "nccl-error"):
+            for path in self.folder.glob(f"{name}*"):
+                path.unlink()
 
     def env(self) -> dict[str, str]:
         """Return the variables with which a program has these GPUs.

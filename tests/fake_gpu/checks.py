@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -128,13 +129,28 @@ def fork() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def ranks(backend: str) -> None:
-    """On each of two ranks: the collectives that raydist and torch's DDP make have right results."""
-    rank = int(os.environ["RANK"])
+def collectives(backend: str) -> None:
+    """The collectives that raydist and torch's DDP make have right results on two ranks, which are
+    forked before this process has used CUDA."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(2):
+            ranks.append(os.fork())
+            if ranks[-1] == 0:
+                try:
+                    be_rank(rank, backend, f"{folder}/store")
+                    os._exit(0)
+                finally:
+                    traceback.print_exc()
+                    os._exit(1)
+        assert [os.waitpid(each, 0)[1] for each in ranks] == [0, 0]
+
+
+def be_rank(rank: int, backend: str, file: str) -> None:
     here = torch.device("cuda", rank)
     torch.cuda.set_device(here)
     limit = timedelta(seconds=120)
-    store = dist.FileStore(os.environ["STORE"], 2)  # type: ignore[attr-defined]
+    store = dist.FileStore(file, 2)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=here
     )

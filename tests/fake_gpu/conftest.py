@@ -29,3 +29,20 @@ def machine(tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch) ->
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def shared(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> FakeGpus:
+    return FakeGpus(tmp_path_factory.mktemp("machine"), libraries, 4)
+
+
+@pytest.fixture
+def four(shared: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    """Make this machine one with four fake GPUs.
+
+    It is the same one in each test, so that programs share a fork server, which imports torch.
+    """
+    shared.repair()
+    for name, value in shared.env().items():
+        monkeypatch.setenv(name, value)
+    return shared

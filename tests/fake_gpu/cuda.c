@@ -572,10 +572,11 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
     return cudaSuccess;
 }
 
-struct copy { void *into; const void *from; size_t size; void *staged; int value; };
+struct copy { void *into; const void *from; size_t size; void *staged; int value, slow; };
 
 static void run_copy(void *arg) {
     struct copy *c = arg;
+    if (c->slow) usleep(50000);
     while (fake_asked("hold-copies")) usleep(1000);
     if (c->from) memmove(c->into, c->from, c->size);
     else memset(c->into, c->value, c->size);
@@ -594,8 +595,10 @@ cudaError_t cudaMemcpyAsync(void *into, const void *from, size_t size, enum cuda
     /* Pageable memory: it is read before the call returns, and written before it returns. */
     if (!find(from, &r) && (busy || held))
         c->from = c->staged = memcpy(malloc(size ?: 1), from, size);
-    fake_enqueue(s, held, run_copy, c);
-    return find(into, &r) ? cudaSuccess : drain(stream_of(s));
+    int locked = find(into, &r);
+    c->slow = locked && r.device < 0 && size > 8 && fake_asked("slow-copies");
+    fake_enqueue(s, held || c->slow, run_copy, c);
+    return locked ? cudaSuccess : drain(stream_of(s));
 }
 
 cudaError_t cudaMemcpy(void *into, const void *from, size_t size, enum cudaMemcpyKind kind) {

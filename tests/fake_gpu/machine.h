@@ -33,7 +33,7 @@ static int fake_gpus(struct gpu *gpus) {
 
 /* MIG-00000000-0000-0000-0002-000000000007: instance 2 of GPU 7. */
 static void fake_mig_uuid(char *into, const struct gpu *g, int instance) {
-    snprintf(into, 64, "MIG%.15s%04d%s", g->uuid + 3, instance, g->uuid + 22);
+    snprintf(into, 64, "MIG%.20s%04d%s", g->uuid + 3, instance, g->uuid + 27);
 }
 
 /* Whether a test asks for this: by the file $FAKE_GPU/NAME, or, of one rank, $FAKE_GPU/NAME.RANK. */

@@ -1,12 +1,13 @@
 /* NCCL on the memory of the host, between processes of one machine.
 
-   The ranks of a communicator are connected by Unix sockets, each pair by two: for what runs in a
-   stream, and for splits. A message is a descriptor of a memfd, so a sender never waits. What a rank
+   The ranks of a communicator are connected by Unix sockets in the folder $FAKE_GPU, which hosts of
+   the rig share, each pair by two: for what runs in a stream, and for splits. A message is a descriptor of a memfd, so a sender never waits. What a rank
    needs of the others it gets from each of them, and computes in the order of the ranks. Work runs in
    the stream's thread (cuda.c) and hangs as NCCL's does: if a rank does not come, if ranks disagree
    about the call, if a peer has died; until the communicator is aborted. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <nccl.h>
 #include <poll.h>
@@ -98,24 +99,25 @@ static int get(struct ncclComm *c, int peer, int channel, struct head expected, 
 
 /* --- communicators ----------------------------------------------------------------------------- */
 
-static socklen_t address(struct sockaddr_un *a, const char *id, int rank) {
-    *a = (struct sockaddr_un){.sun_family = AF_UNIX}; /* abstract: no file to remove */
-    return offsetof(struct sockaddr_un, sun_path) + 1 +
-           snprintf(a->sun_path + 1, sizeof a->sun_path - 1, "%s/%d", id, rank);
+/* Below a descriptor of the folder, whose path may be too long for an address. */
+static void address(struct sockaddr_un *a, int folder, const char *id, int rank) {
+    *a = (struct sockaddr_un){.sun_family = AF_UNIX};
+    snprintf(a->sun_path, sizeof a->sun_path, "/proc/self/fd/%d/%.70s.%d", folder, id, rank);
 }
 
 static int endpoint(void) { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0); }
 
 static int connect_all(struct ncclComm *c) {
-    struct sockaddr_un a;
+    struct sockaddr_un own, a;
+    int folder = open(getenv("FAKE_GPU") ?: "/nowhere", O_PATH | O_DIRECTORY | O_CLOEXEC);
     int listener = endpoint(), hello[2];
-    socklen_t size = address(&a, c->id, c->rank);
-    if (bind(listener, (void *)&a, size) || listen(listener, 2 * RANKS)) return 0;
+    address(&own, folder, c->id, c->rank);
+    if (bind(listener, (void *)&own, sizeof own) || listen(listener, 2 * RANKS)) return 0;
     for (int peer = 0; peer < c->rank; peer++)
         for (int channel = 0; channel < 2; channel++) {
             int s = c->peers[peer][channel] = endpoint();
-            size = address(&a, c->id, peer);
-            while (connect(s, (void *)&a, size) && !c->aborted) usleep(2000);
+            address(&a, folder, c->id, peer);
+            while (connect(s, (void *)&a, sizeof a) && !c->aborted) usleep(2000);
             send(s, (int[2]){c->rank, channel}, sizeof hello, MSG_NOSIGNAL);
         }
     for (int missing = 2 * (c->ranks - c->rank - 1); missing && !c->aborted;) {
@@ -125,7 +127,9 @@ static int connect_all(struct ncclComm *c) {
         if (recv(s, hello, sizeof hello, MSG_WAITALL) == sizeof hello)
             c->peers[hello[0]][hello[1]] = s, missing--;
     }
+    unlink(own.sun_path);
     close(listener);
+    close(folder);
     return !c->aborted;
 }
 
@@ -152,18 +156,25 @@ static void split(struct ncclComm *c) {
     }
 }
 
+static int hash(const char *text) {
+    unsigned sum = 5381;
+    while (*text) sum = 33 * sum + (unsigned char)*text++;
+    return (int)sum;
+}
+
 static void *start(void *arg) {
     struct ncclComm *c = arg;
     if (c->parent) split(c);
     if (c->parent && c->color == NCCL_SPLIT_NOCOLOR) return NULL;
     int numbers[RANKS][2];
-    numbers[c->rank][0] = c->device, numbers[c->rank][1] = 0;
-    char bus[32] = "";
+    char bus[32] = "", host[256] = "";
     cudaDeviceGetPCIBusId(bus, sizeof bus, c->device);
+    gethostname(host, sizeof host - 1);
     sscanf(bus, "%*x:%x", &numbers[c->rank][0]);
+    numbers[c->rank][1] = hash(getenv("NCCL_HOSTID") ?: host);
     if (!connect_all(c) || !share(c, numbers)) return c->state = ncclSystemError, NULL;
     for (int peer = 0; peer < c->ranks; peer++)
-        if (peer != c->rank && numbers[peer][0] == numbers[c->rank][0] &&
+        if (peer != c->rank && !memcmp(numbers[peer], numbers[c->rank], sizeof *numbers) &&
             strcmp(getenv("NCCL_MULTI_RANK_GPU_ENABLE") ?: "", "1")) {
             note("WARN", "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1");
             return c->state = ncclInvalidUsage, NULL;

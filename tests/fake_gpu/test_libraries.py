@@ -15,7 +15,15 @@ from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
 from tests.fake_gpu.conftest import Machine
 
 pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(900)]
-ONE = ("devices", "queues", "snapshots", "kernels", "fork")
+ONE = (
+    "collectives:nccl",
+    "collectives:nccl-legacy",
+    "devices",
+    "queues",
+    "snapshots",
+    "kernels",
+    "fork",
+)
 """The functions of tests/fake_gpu/checks.py that one process runs."""
 LOADS = """
 import json
@@ -25,37 +33,21 @@ print(json.dumps(gpu_loads(open_nvml())))
 """
 
 
-def start(*names: str, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.fake_gpu.checks", *names]
-    return subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
-
-
-def outcome(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Return what failed in each function."""
-    output, _ = process.communicate(timeout=800)
-    failures: dict[str, str] = json.loads(output.splitlines()[-1])
-    return failures
-
-
 @pytest.fixture(scope="module")
 def failures(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """What failed in each function."""
     env = FakeGpus(tmp_path_factory.mktemp("machine"), libraries, 2).env()
-    return outcome(start(*ONE, **env))
+    command = [sys.executable, "-m", "tests.fake_gpu.checks", *ONE]
+    done = subprocess.run(
+        command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, timeout=800
+    )
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.parametrize("name", ONE)
 def test_torch_runs_on_the_fake_gpus(failures: Mapping[str, str], name: str) -> None:
     assert failures[name] == ""
-
-
-@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
-def test_the_collectives_of_two_ranks_are_right(
-    machine: Machine, backend: str, tmp_path: Path
-) -> None:
-    machine(2)
-    store = str(tmp_path / "store")
-    ranks = [start(f"ranks:{backend}", RANK=str(rank), STORE=store) for rank in range(2)]
-    assert [outcome(rank) for rank in ranks] == [{f"ranks:{backend}": ""}] * 2
 
 
 def test_the_load_of_a_node_shows_its_gpus(machine: Machine) -> None:

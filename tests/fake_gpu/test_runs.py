@@ -7,44 +7,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_gpu import requires_fake_gpus
+from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
 from tests.fake_gpu.conftest import Machine
 from tests.programs import Program
 
 pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(1800)]
 LIMIT_S = 900
 """Limit on a program: the kernels are those of one CPU for all GPUs."""
-COLLECTIVES = """
-import raydist, torch, torch.distributed as dist
-
-
-def job(config):
-    here = raydist.rank().device
-    for step in range(1, 100_000):
-        if step == 20 and dist.get_rank() == {other}:
-            dist.broadcast(torch.ones(4, device=here), 0)
-        ones = torch.ones(3, device=here)
-        dist.all_reduce(ones)
-        assert ones.sum().item() == 3 * dist.get_world_size()
-        raydist.report(step=step)
-"""
+JOBS = Path(__file__).with_name("trainings.py")
 LEGACY = "env.TORCH_DIST_USE_NCCL2=0"
 """torch 2.15 then has the process group of earlier versions."""
+ADAMW = ("scale=1x2", "train.steps=12", "data.batch_size=4", "optim=adamw", "optim.lr=0.01")
 
 
 def program(folder: Path, *words: str) -> Program:
-    return Program(
-        folder, *words, "backend=nccl", "group=inline", "watch.progress=none", alone=True
-    )
+    return Program(folder, *words, "backend=nccl", "group=inline", "watch.progress=none")
+
+
+def finished(folder: Path, *words: str) -> Program:
+    """Return a program that has finished."""
+    run = program(folder, *words)
+    assert run.wait(LIMIT_S) == 0, run.screen
+    return run
 
 
 @pytest.mark.parametrize("more", [(), (LEGACY,)], ids=["nccl", "nccl-legacy"])
 def test_ranks_in_different_collectives_are_named_by_the_flight_recorder(
-    machine: Machine, tmp_path: Path, more: tuple[str, ...]
+    four: FakeGpus, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
-    machine(2)
-    (tmp_path / "job.py").write_text(COLLECTIVES.format(other=1))
-    run = program(tmp_path, "job=job.py", "scale=1x2", "hang.after_s=2", "restart=none", *more)
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "job.args.other=1", "scale=1x2", "hang.after_s=2",
+        "restart=none", *more,
+    )  # fmt: skip
     assert run.wait(LIMIT_S) == 1, run.screen
     assert "waits in all_reduce of [[3]], number 20" in run.screen
     assert "rank 1" in run.screen
@@ -53,46 +47,92 @@ def test_ranks_in_different_collectives_are_named_by_the_flight_recorder(
     assert (hang["ranks"], hang["certain"]) == ([1], True)
 
 
-def test_a_communicator_that_hangs_is_ended(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_communicator_that_hangs_is_ended(four: FakeGpus, tmp_path: Path) -> None:
     """All ranks are in the same collective, and it does not end: NCCL's watchdog aborts it."""
-    monkeypatch.setenv("HOME", str(tmp_path))  # the watchdog writes its records below it
-    here = machine(2)
-    (tmp_path / "job.py").write_text(COLLECTIVES.format(other=None))
     run = program(
-        tmp_path, "job=job.py", "scale=1x2", "backend.timeout_s=20", "hang.after_s=600",
-        "restart=none",
+        tmp_path, f"job={JOBS}:collectives", "scale=1x2", "backend.timeout_s=10",
+        "hang.after_s=600", "restart=none", f"env.HOME={tmp_path}",  # for the watchdog's records
     )  # fmt: skip
     run.wait_for_step(3, LIMIT_S)
-    here.ask("hold-nccl", rank=1)
+    four.ask("hold-nccl", rank=1)
     assert run.wait(LIMIT_S) == 1, run.screen
-    assert "20" in run.screen
+    assert "due to timeout" in run.screen
 
 
-def test_a_broken_gpu_is_the_cause_that_the_page_names(machine: Machine, tmp_path: Path) -> None:
-    here = machine(2)
-    (tmp_path / "job.py").write_text(COLLECTIVES.format(other=None))
-    run = program(tmp_path, "job=job.py", "scale=1x2", "restart=none", LEGACY)
+def test_a_broken_gpu_is_the_cause_that_the_page_names(four: FakeGpus, tmp_path: Path) -> None:
+    run = program(tmp_path, f"job={JOBS}:collectives", "scale=1x2", "restart=none", LEGACY)
     run.wait_for_step(3, LIMIT_S)
-    here.change(1, replace(here.gpus[1], state="ecc"))
+    four.change(1, replace(four.gpus[1], state="ecc"))
     assert run.wait(LIMIT_S) == 1, run.screen
     assert "rank 1" in run.screen
     assert "uncorrectable ECC error encountered" in run.screen
 
 
-def test_three_stages_whose_ends_share_weights_train(machine: Machine, tmp_path: Path) -> None:
+def test_three_stages_whose_ends_share_weights_train(four: FakeGpus, tmp_path: Path) -> None:
     """All ranks split the group of the tied weights off the default one; else NCCL would wait for
     the stage between."""
-    machine(3)
     text = tmp_path / "text"
     text.mkdir()
     (text / "song.txt").write_text("".join(f"{n} green bottles\n" for n in range(3000)))
-    run = program(
+    finished(
         tmp_path, "job=gpt", "parallel=pp", "scale=1x3", "train.steps=4", "data.global_batch=12",
         "model.layers=3", "model.width=32", "model.kv_heads=2", "model.hidden=64",
         "job.args.context=16", "job.args.held_out=8", "job.args.sample=4", f"data.root={text}",
         "hang.after_s=60", "restart=none",
     )  # fmt: skip
+
+
+def test_adams_step_is_that_of_each_rank_after_a_restart_from_memory(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    """torch leaves it on the host, and the state of a snapshot is memory that ranks share: they
+    would count it up together, and their weights drift apart.
+
+    Snapshots cost a hundred steps each here. Their cost on the GPU is known after four of them, so
+    there is no fifth.
+    """
+    words = (f"job={JOBS}:replicas", *ADAMW)
+    (whole, broken) = (tmp_path / "whole", tmp_path / "broken")
+    whole.mkdir()
+    broken.mkdir()
+    weights = finished(whole, *words).result()["metrics"]["weights"]
+    four.ask("slow-copies")
+    run = finished(broken, *words, "job.args.struck=7")
+    (back,) = run.events("restarted")
+    assert (back["step"], back["repeated"]) == (5, 3)
+    assert run.result()["metrics"]["weights"] == weights
+
+
+def test_a_rank_holds_its_part_of_the_gradients_between_passes(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    run = finished(
+        tmp_path, f"job={JOBS}:accumulated", "scale=1x4", "parallel=fsdp", "train.accumulate=4",
+        "train.steps=2", "data.batch_size=2",
+    )  # fmt: skip
+    assert run.result()["metrics"]["held"] == pytest.approx(1 / 4, rel=0.05)
+
+
+def test_a_model_in_shards_goes_on_without_states_of_some_parameters(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    """SGD without momentum has none, Adam none of a parameter that gets no gradient."""
+    run = finished(
+        tmp_path, f"job={JOBS}:without_states", "job.args.struck=4", "scale=1x2", "parallel=fsdp",
+        "train.steps=6", "data.batch_size=4", "snapshot.every=1",
+    )  # fmt: skip
+    assert [back["repeated"] < 3 for back in run.events("restarted")] == [True, True]
+
+
+def test_ranks_have_mig_instances_of_one_gpu_which_nccl_takes(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA shows a process one instance only; NCCL refuses two ranks on a GPU unless it is told."""
+    made = machine(1, Gpu(mig=2))
+    instances = [made.uuid(0, each) for each in range(2)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(instances))
+    words = (f"job={JOBS}:own_gpus", "group=inline", "scale=1x2", "watch.progress=none")
+    run = Program(tmp_path, *words)
     assert run.wait(LIMIT_S) == 0, run.screen
-    assert run.result()["status"] == "finished"
+    assert run.events("plan")[0]["backend"] == "nccl"
+    assert run.result()["metrics"]["gpus"] == 2

@@ -242,6 +242,12 @@ def test_each_rank_has_a_mig_instance_of_its_own() -> None:
     assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["MIG-b", "MIG-a"]
 
 
+def test_without_ray_each_rank_has_one_of_the_mig_instances_that_are_visible() -> None:
+    each = [facts(1, environment={"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"})] * 2
+    values, _ = planned(job(), plan(node(1, gpu=2), per_node=2, gpus=1), *each)
+    assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["MIG-a", "MIG-b"]
+
+
 @pytest.mark.parametrize(
     ("held", "known", "nccl", "expected"),
     [

@@ -47,6 +47,10 @@ NCCL = (
     "network error or a remote "
     "process exiting prematurely."
 )
+ECC = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with "
+    "exception: CUDA error: uncorrectable ECC error encountered"
+)
 WATCHDOG = (
     "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, "
     "NumelIn=112, "
@@ -105,6 +109,7 @@ CULPRITS = [
     End(1, "b", "killed", 5.0, signal=signal.SIGBUS),
     End(1, "b", "killed", 5.0, signal=signal.SIGABRT),
     End(1, "b", "lost", 5.0, message="The node was terminated"),
+    End(1, "b", "raised", 5.0, type="DistBackendError", message=ECC),
 ]
 
 
@@ -147,6 +152,13 @@ def test_an_abort_may_be_a_watchdogs_so_a_sure_culprit_goes_before_it() -> None:
     assert first_cause([aborted, exited]) is exited
 
 
+def test_an_abort_for_a_broken_gpu_goes_before_other_aborts() -> None:
+    other = End(0, "a", "killed", 1.0, signal=signal.SIGABRT, message=WATCHDOG)
+    broken = End(1, "b", "killed", 1.1, signal=signal.SIGABRT, message=ECC)
+    assert first_cause([other, broken]) is broken
+    assert "not caused by other ranks" in blame_reason([other, broken])
+
+
 def test_of_victims_alone_the_earliest_is_told() -> None:
     first, second = (
         raised(1, "RuntimeError", RESET, at=1.0),
@@ -181,6 +193,11 @@ SHAPES = (
         (
             "F1121 10:00:00.0 12 file.cpp:3] Check failed: a == b\nmore",
             "F1121 10:00:00.0 12 file.cpp:3] Check failed",
+        ),
+        (
+            "[rank1]:[E1125 20:08:24.2 ProcessGroupNCCL.cpp:638] [TC][rank=1][name=0] Aborting "
+            "process on rank 1 due to timeout - timeout watchdog detected operation timeout\n",
+            "Aborting process on rank 1 due to timeout",
         ),
         ("step 3\nstep 4\n", ""),
         ("  what(): one\n  what():  the last\n" + "x" * 70_000, "the last"),

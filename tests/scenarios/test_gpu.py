@@ -87,7 +87,7 @@ def test_bandwidth_on_gpus_is_right(
     assert bandwidth.main([*words, *WORDS]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["op"] for row in rows} == {"all_reduce", "all_gather", "broadcast"}
-    assert all(row["wrong"] == 0 and row["seconds"] > 0 for row in rows)
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in rows)
 
 
 def words_of_training(*words: str, gpus: int = GPUS, optim: str = "sgd") -> tuple[str, ...]:

@@ -1,0 +1,50 @@
+"""`make gpu` on fake GPUs: its tests pass, its parts run, its report says what they cannot show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bench import gpu
+from tests.fake_gpu import ROOT, requires_fake_gpus
+from tests.fake_gpu.conftest import Machine
+
+pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def run(folder: Path, *command: str) -> str:
+    """Return what a program printed that ended well."""
+    with tempfile.TemporaryDirectory(prefix="p-", dir="/tmp") as tmp:  # short, for Ray's sockets
+        env = {**os.environ, "TMPDIR": tmp}
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=folder, env=env, capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_trainings_of_the_gpu_tests_pass_on_eight_gpus(machine: Machine) -> None:
+    """Once the cluster of the tests had too few CPUs for them, and the training ended before its
+    fault."""
+    machine(8)
+    chosen = "killed_rank and adamw or of_its_own"
+    tests = run(ROOT, "pytest", "-m", "gpu", "-q", "-k", chosen, "tests/scenarios/test_gpu.py")
+    assert "2 passed" in tests
+
+
+def test_the_report_of_two_gpus_says_what_they_cannot_show(
+    machine: Machine, tmp_path: Path
+) -> None:
+    machine(2)
+    run(tmp_path, "bench", "gpu", "--parts", "keeping,network", "--rounds", "1")
+    report = (tmp_path / gpu.REPORT).read_text()
+    assert "2 x Fake GPU" in report
+    assert "of 2 pairs of blocks" in report
+    assert "| it runs; the figure is without meaning |" in report
+    assert "FAILED" not in report
+    assert all(each in report for each in gpu.ONLY_REAL)

@@ -1,0 +1,98 @@
+"""Jobs of the tests on fake GPUs: `job=…/tests/fake_gpu/trainings.py:NAME`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raydist
+from tests import faults
+from tests.faults import kill
+
+
+def samples(width: int) -> TensorDataset:
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(256, width), torch.randint(3, (256,)))
+
+
+def replicas(config: Any, struck: int = 0) -> None:
+    """Train copies of a model, kill rank 1 after so many steps, report the sum of its weights."""
+    faults.add_faults(*[kill(1, struck)] * (struck > 0))
+    data = samples(10)
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+    raydist.fit(config, train=data, loss=faults.cross_entropy, model=model)
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weights)
+    assert all(torch.equal(weights, each) for each in others), "the weights of two ranks differ"
+    raydist.report(weights=weights.double().sum().item())
+
+
+def accumulated(config: Any) -> None:
+    """Train a model in shards; report the bytes of gradients that a rank holds between two passes
+    of its second step, as a fraction of the bytes of the model."""
+    allocated: list[int] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        allocated.append(torch.cuda.memory_allocated())
+        return nn.functional.cross_entropy(output, target)
+
+    data = samples(256)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    size = sum(each.nbytes for each in model.parameters())
+    raydist.fit(config, train=data, loss=loss, model=model)
+    first = config.train.accumulate
+    raydist.report(held=(allocated[first + 1] - allocated[first]) / size)
+
+
+class PartlyUsed(nn.Module):
+    """A model one of whose layers gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.head, self.unused = nn.Linear(10, 3), nn.Linear(10, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = block(inputs).relu()
+        output: torch.Tensor = self.head(inputs)
+        return output
+
+
+def without_states(config: Any, struck: int) -> None:
+    """Train by two optimizers, one after the other, that have no state of some parameters; each
+    time rank 1 is killed after so many steps."""
+    for number, name in enumerate(("sgd", "adamw")):
+        faults.add_faults(kill(1, struck, number))
+        torch.manual_seed(0)
+        settings = replace(config, optim=replace(config.optim, name=name, args={}))
+        raydist.fit(settings, train=samples(10), loss=faults.cross_entropy, model=PartlyUsed())
+
+
+def collectives(config: Any, other: int = -1) -> None:
+    """Sum ones again and again; the rank `other` makes another collective at step 20."""
+    here = raydist.rank().device
+    for step in range(1, 100_000):
+        if step == 20 and dist.get_rank() == other:
+            dist.broadcast(torch.ones(4, device=here), 0)
+        ones = torch.ones(3, device=here)
+        dist.all_reduce(ones)
+        assert ones.sum().item() == 3 * dist.get_world_size()
+        raydist.report(step=step)
+        time.sleep(0.05)  # the driver sees several of the steps, and knows their pace
+
+
+def own_gpus(config: Any) -> None:
+    """Report how many GPUs, or MIG instances, the ranks have between them."""
+    here = raydist.rank().device
+    own = torch.tensor([*torch.cuda.get_device_properties(here).uuid.bytes], device=here)
+    all_own = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_own, own)
+    raydist.report(gpus=len({tuple(each.tolist()) for each in all_own}))
