@@ -92,7 +92,8 @@ def collectives(config: Any, other: int = -1) -> None:
 def own_gpus(config: Any) -> None:
     """Report how many GPUs, or MIG instances, the ranks have between them."""
     here = raydist.rank().device
-    own = torch.tensor([*torch.cuda.get_device_properties(here).uuid.bytes], device=here)
+    uuid = str(torch.cuda.get_device_properties(here).uuid)
+    own = torch.tensor([*uuid.encode()], device=here)
     all_own = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(all_own, own)
     raydist.report(gpus=len({tuple(each.tolist()) for each in all_own}))
