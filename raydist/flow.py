@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from raydist.cluster import connect, drain, placement
-from raydist.launch import inline, placement_group, preload, run_storage, warm_server
+from raydist.launch import (
+    inline,
+    network_check,
+    placement_group,
+    preload,
+    run_storage,
+    warm_server,
+)
 from raydist.launch.gangs import OneOfMany
 from raydist.launch.model_check import ModelCheck
 from raydist.launch.payload import RemoteCall
@@ -184,4 +191,5 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     events.add(kinds.Plan(**group.plan.as_event()))
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
+    network_check.check_network(group, events.warn)
     attempts.make(job, group)

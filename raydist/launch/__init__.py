@@ -19,6 +19,8 @@ rendezvous, started ranks.
     model_check.py        Checks before Ray and ranks start that `model=` can be divided as
                           `parallel=` says
     mpi.py                backend=mpi: runs mpirun on rank 0's node, and its daemons on all nodes
+    network_check.py      Before the ranks start, nodes call each other with short and with long
+                          packets
     opened_nodes.py       The nodes of a worker group: their fork servers, and what their first
                           agents replied
     payload.py            Pickled functions for the ranks, and the values and exceptions that they

@@ -41,7 +41,8 @@ from raydist.worker import backends, context, target
 from raydist.worker.context import exception_facts
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
+LOOPBACK = ("127.0.0.1", "::1")
+"""The addresses of this machine for its own processes, the preferred one first."""
 
 
 def inline_node(job: Job) -> Node:
@@ -54,12 +55,24 @@ def inline_node(job: Job) -> Node:
     have = {"CPU": max(float(os.cpu_count() or 1), ranks * job.scale.cpus)}
     if gpus := probe.gpus_of_driver():
         have["GPU"] = float(gpus)
-    return Node(id="here", ip=LOOPBACK, host=socket.gethostname(), total=have, free=have)
+    return Node(id="here", ip=loopback(), host=socket.gethostname(), total=have, free=have)
+
+
+def loopback() -> str:
+    """Return this machine's loopback address: that of IPv6 where it has no other."""
+    known = {address for own in probe.interfaces().values() for address in own}
+    for address in LOOPBACK:
+        if address in known:
+            return address
+    raise LaunchError(
+        f"{socket.gethostname()} has no loopback address, by which the ranks of one machine find "
+        "each other: ip link set dev lo up"
+    )
 
 
 def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> Attempt:
     """Run the only rank in this process."""
-    facts = probe.read_facts(ip=LOOPBACK, interface=job.fabric.interface, gpus=None)
+    facts = probe.read_facts(ip=plan.slots[0].node.ip, interface=job.fabric.interface, gpus=None)
     store, port = rendezvous.open_store(facts.address)
     (variables,) = network_variables.plan_variables(
         job, plan, (facts,), network_variables.Rendezvous(address=facts.address, port=port)

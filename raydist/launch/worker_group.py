@@ -125,9 +125,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         unreachable = self._find_unreachable(files)
         opened = self._open(range(self.plan.world_size), None if file else self._store)
         self._check_paths(files, [each.result(ANSWER_S * 2) for each in unreachable])
-        born = max(began, *(each.born for each in opened))
+        # Nodes measure by their own clocks, which may be wrong.
+        born = min(now := time.time(), max(began, *(each.born for each in opened)))
         self._events.add(kinds.Phase(name="actors", s=born - began))
-        self._events.add(kinds.Phase(name="warm-up", s=time.time() - born))
+        self._events.add(kinds.Phase(name="warm-up", s=now - born))
         self._note_facts()
         self._set_rendezvous(opened[0].store, file, attempt)
 

@@ -64,6 +64,11 @@ class CallPeers(CheckupRequest["list[Trip]"]):
 
 
 @dataclass(frozen=True)
+class StopListening(CheckupRequest[None]):
+    """Answer the other nodes no longer."""
+
+
+@dataclass(frozen=True)
 class ReachStore(CheckupRequest[str]):
     """Connect to the store as the ranks will; reply with the error, or with an empty text."""
 

@@ -36,6 +36,27 @@ CHECKS = {
     "vendor": "the network plug-in of the cloud is installed",
 }
 """Checks that need only the facts of the nodes, the most valuable first."""
+PEER_FIXES = {
+    "twice": "both nodes have the address {address} on {interface}, so each connects to itself: "
+    "choose a network with "
+    "different addresses on all nodes: fabric.interface=NAME",
+    "silent": "a firewall or security group drops packets, or a route back is missing: open all "
+    "TCP ports between the "
+    "nodes (gloo and NCCL use any of net.ipv4.ip_local_port_range); on {caller}: ip route get "
+    "{address}",
+    "refused": "{called} listens, so a firewall refuses: open all TCP ports between the nodes; "
+    "on {called}: nft list ruleset, or iptables -S",
+    "unreachable": "{caller} has no route to that network; on {caller}: ip route get {address}, "
+    "or choose a network that all nodes are on: fabric.interface=NAME",
+    "stalled": "short packets arrive and long ones are lost, so the MTU of {interface} is larger "
+    "than the path's; on "
+    "every node: ip link set dev {interface} mtu 1400 (or sysctl -w net.ipv4.tcp_mtu_probing=1)",
+    "broken": "a proxy, a service mesh's sidecar or a node that died ends connections between "
+    "the nodes; "
+    "take it out of the path, or choose another network: fabric.interface=NAME",
+}
+"""What to do about a call to another node, by the kind of its Trip; `twice`: two nodes with one
+address."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from raydist.messages.checkup import (
     ListenForPeers,
     Peer,
     ReachStore,
+    StopListening,
     TryLibraries,
 )
 from raydist.node import cache_folder, peers
@@ -61,6 +62,8 @@ class Checkup:
                 return await peers.call_all(
                     request.peers, request.own, request.secret, request.timeout
                 )
+            case StopListening():
+                return await self.close()
             case ReachStore():
                 return await self.reach(request)
             case TryLibraries():

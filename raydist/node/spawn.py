@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from raydist.messages.server import RankSpec
 from raydist.messages.wire import encode
+from raydist.shared.errors import NO_MORE_PROCESSES
 from raydist.worker.main import die_with_parent, redirect
 
 
@@ -21,7 +22,10 @@ def fork_child(close: Callable[[], None], become: Callable[[], NoReturn]) -> int
     It ignores SIGTERM, as the server does.
     """
     server = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, NO_MORE_PROCESSES) from None
     if pid == 0:
         try:
             die_with_parent(server)

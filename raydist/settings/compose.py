@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,7 +155,21 @@ def make_folder(config: DictConfig, key: str) -> str:
                 "folder of all runs"
             )
             raise ConfigError.of(key, folder, cause, f"{key}=FOLDER") from error
+        require_writable(folder, key)
         return os.path.abspath(folder)
+
+
+def require_writable(folder: str, key: str) -> None:
+    """Raise ConfigError unless a file can be written to this folder: its disk may be full."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        cause = (
+            f"nothing can be written there ({error.strerror}); RAYDIST_RUNS sets the folder of "
+            "all runs"
+        )
+        raise ConfigError.of(key, folder, cause, f"{key}=FOLDER") from error
 
 
 def select_value(config: DictConfig, key: str) -> Any:

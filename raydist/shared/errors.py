@@ -104,6 +104,12 @@ class LaunchError(RaydistError):
     """Ray, a node, the fork server or the rendezvous could not be started. Exit code 1."""
 
 
+NO_MORE_PROCESSES = (
+    "the kernel refuses another process or thread: a limit of the user (ulimit -u) or of the "
+    "container (--pids-limit) is reached; raise it, or start fewer ranks"
+)
+
+
 def as_raydist_error(error: Exception) -> RaydistError:
     """Return an error of Ray, or a fault of raydist itself, as a LaunchError.
 
@@ -112,6 +118,8 @@ def as_raydist_error(error: Exception) -> RaydistError:
     """
     if isinstance(error, RaydistError):
         return error
+    if "can't start new thread" in str(error):
+        return LaunchError(NO_MORE_PROCESSES)
     made = LaunchError(f"{type(error).__name__}: {last_line(error)}", unexpected=True)
     made.__cause__ = error
     return made

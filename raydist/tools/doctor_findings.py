@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from raydist.messages.checkup import Trip
-from raydist.network.finding import Finding
+from raydist.network.finding import PEER_FIXES, Finding
 from raydist.shared.rank_names import HOSTS_NAMED, joined_names
 
 FAR_S = 0.01
@@ -95,28 +95,6 @@ def check_rendezvous(
         )
 
 
-FIXES = {
-    "twice": "both nodes have the address {address} on {interface}, so each connects to itself: "
-    "choose a network with "
-    "different addresses on all nodes: fabric.interface=NAME",
-    "silent": "a firewall or security group drops packets, or a route back is missing: open all "
-    "TCP ports between the "
-    "nodes (gloo and NCCL use any of net.ipv4.ip_local_port_range); on {caller}: ip route get "
-    "{address}",
-    "refused": "{called} listens, so a firewall refuses: open all TCP ports between the nodes; "
-    "on {called}: nft list ruleset, or iptables -S",
-    "unreachable": "{caller} has no route to that network; on {caller}: ip route get {address}, "
-    "or choose a network that all nodes are on: fabric.interface=NAME",
-    "stalled": "short packets arrive and long ones are lost, so the MTU of {interface} is larger "
-    "than the path's; on "
-    "every node: ip link set dev {interface} mtu 1400 (or sysctl -w net.ipv4.tcp_mtu_probing=1)",
-    "broken": "a proxy, a service mesh's sidecar or a node that died ends connections between "
-    "the nodes; "
-    "take it out of the path, or choose another network: fabric.interface=NAME",
-}
-"""Kind of a Trip -> fix; `twice`: two nodes with one address."""
-
-
 def check_peers(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -> Iterator[Finding]:
     """Find pairs that don't connect, or lose long packets.
 
@@ -133,7 +111,7 @@ def check_peers(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -
         for callers, called, both in lines[:LINES]:
             one, other = hosts[callers[0]], hosts[called[-1]]
             text = f"{peer_line(hosts, callers, called, both)}: {why}"
-            fix = FIXES["twice" if one.address == other.address else kind].format(
+            fix = PEER_FIXES["twice" if one.address == other.address else kind].format(
                 caller=one.name, called=other.name, address=other.address, interface=other.interface
             )
             yield Finding(check, "fail", suspects(hosts, callers, called), text, fix)
