@@ -19,7 +19,7 @@ RUN    := $(BIN)/python -m
 TESTS  := pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest matrix docs horovod bench gpu rig clean
+.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest matrix docs horovod bench gpu image rig clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -98,6 +98,9 @@ bench: $(VENV)/.installed  ## the figures of bench/README.md, side by side with 
 gpu: $(VENV)/.tested  ## tests, figures and network of this machine's GPUs, one report: gpu-report.md (docs/gpu.md)
 	$(PIP) --editable '.[bench]'
 	$(RUN) bench gpu
+
+image: $(VENV)/.tested  ## build the image of deploy/docker and run it on two hosts (root, podman, 20 GB in /var/tmp/raydist-image)
+	RAYDIST_IMAGE=1 $(RUN) pytest tests/deploy/test_image.py
 
 rig: $(VENV)/.tested  ## three hosts with Ray on this machine, and a shell on the first (needs root)
 	$(RUN) tests.rig 3

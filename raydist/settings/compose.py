@@ -190,7 +190,9 @@ def search_path(config_dir: str | None = None) -> ConfigSearchPath:
     if config_dir and not Path(config_dir).is_dir():
         raise missing_path("--config-dir", config_dir, Path(config_dir), folder=True)
     folders = [*([Path(config_dir)] if config_dir else []), Path("conf"), targets.shipped("conf")]
-    sources = dict.fromkeys(f"file://{folder.absolute()}" for folder in folders if folder.is_dir())
+    sources = dict.fromkeys(
+        f"file://{folder.absolute()}" for folder in folders if os.path.isdir(folder)
+    )
     for source in [*sources, "raydist://"]:
         path.prepend("raydist", source, SearchPathQuery(provider="schema"))
     return path

@@ -435,3 +435,19 @@ def test_threads_compose_one_at_a_time(here: Path, monkeypatch: pytest.MonkeyPat
         thread.join()
     assert seeds == {1: 1, 2: 2, 3: 3}
     assert inside == [0, 1]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="root reads every folder: another user is needed")
+def test_a_folder_that_the_user_cannot_read_has_no_conf(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The home of an image's user, for another user of that image."""
+    here.chmod(0o700)
+    composing.search_path()  # imports what the other user may not read, and so:
+    monkeypatch.setattr(targets, "shipped", lambda _: Path("/"))
+    os.seteuid(65534)
+    try:
+        assert "raydist://" in str(composing.search_path())
+    finally:
+        os.seteuid(0)
