@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.rig.host import Host
 
-# Without these two flags podman is kinder than Docker: it adds an unknown user to /etc/passwd, and
+# Without the two flags podman is kinder than Docker: it adds an unknown user to /etc/passwd, and
 # writable folders to a read-only container.
 _DOCKER = """#!/bin/bash
 case "$1" in
@@ -20,6 +20,18 @@ compose) shift; exec podman-compose "$@" ;;
 run) set -- run --passwd=false --read-only-tmpfs=false "${@:2}" ;;
 esac
 exec podman "$@"
+"""
+
+# podman-compose 1.0.3, Debian 12's, adds its network also to what has the host's.
+_PODMAN = """#!/bin/bash
+words=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --net | --network-alias) shift 2 ;;
+    *) words+=("$1"); shift ;;
+    esac
+done
+exec {podman} "${{words[@]}}"
 """
 
 _STORAGE = """
@@ -63,8 +75,10 @@ def engine(folder: Path, images: Path | None = None) -> dict[str, str]:
     }
     (folder / "engine.conf").write_text(_ENGINE.format(**limits))
     (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin/docker").write_text(_DOCKER)
-    (folder / "bin/docker").chmod(0o755)
+    scripts = {"docker": _DOCKER, "podman": _PODMAN.format(podman=shutil.which("podman"))}
+    for name, script in scripts.items():
+        (folder / "bin" / name).write_text(script)
+        (folder / "bin" / name).chmod(0o755)
     return {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
