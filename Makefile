@@ -99,7 +99,7 @@ gpu: $(VENV)/.tested  ## tests, figures and network of this machine's GPUs, one 
 	$(PIP) --editable '.[bench]'
 	$(RUN) bench gpu
 
-image: $(VENV)/.tested  ## build the image of deploy/docker and run it on two hosts (root, podman, 20 GB in /var/tmp/raydist-image)
+image: $(VENV)/.tested  ## build the image of deploy/docker and run it on two hosts (root, podman, 16 GB below /var/tmp)
 	RAYDIST_IMAGE=1 $(RUN) pytest tests/deploy/test_image.py
 
 rig: $(VENV)/.tested  ## three hosts with Ray on this machine, and a shell on the first (needs root)
