@@ -1,8 +1,8 @@
 """The image of deploy/docker, built and run: the commands of docs/docker.md, as they stand there.
 
-`make image` runs these tests: they take a quarter of an hour the first time. The engine is podman, hosts
-are those of the rig, and ubuntu:24.04 is made by debootstrap, so no registry of images is needed.
-Left out of the commands is what this machine can't have: GPUs, InfiniBand, Horovod with CUDA.
+`make image` runs these tests: a quarter of an hour the first time. The engine is podman, hosts are
+those of the rig, and ubuntu:24.04 is made by debootstrap, so no registry of images is needed. Left
+out of the commands is what this machine can't have: GPUs, InfiniBand, Horovod with CUDA.
 """
 
 from __future__ import annotations
