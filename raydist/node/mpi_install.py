@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raydist.shared.errors import ConfigError, LaunchError
@@ -83,6 +83,11 @@ def _refuse_space(install: Install) -> None:
         raise ConfigError.of(
             "backend.mpi.mpirun", install.mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun"
         )
+
+
+def mpi_facts(install: Install) -> dict[str, str]:
+    """Return the MPI of this machine, and its RDMA devices, for the plan of the network."""
+    return {**asdict(install), "rdma": rdma_support()}
 
 
 def rdma_support(root: Path = Path("/")) -> str:

@@ -34,7 +34,7 @@ from raydist.network.facts import Facts
 from raydist.network.levers import Lever
 from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
-from raydist.node import probe
+from raydist.node import mpi_install, probe
 from raydist.recovery import policy
 from raydist.reporting import wording
 from raydist.settings import compose
@@ -270,7 +270,11 @@ def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
         else None
     )
     if any(node.ip in addresses for addresses in probe.interfaces().values()):
-        return probe.read_facts(node.ip, job.fabric.interface, ids)
+        facts = probe.read_facts(node.ip, job.fabric.interface, ids)
+        if job.backend.name != "mpi":
+            return facts
+        install = mpi_install.find_mpirun(job.backend.mpi.mpirun)
+        return replace(facts, mpi=mpi_install.mpi_facts(install))
     name = (
         job.fabric.interface
         or f"<interface of {node.host if node.ip.startswith('<') else node.ip}>"
