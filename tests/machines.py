@@ -20,7 +20,10 @@ IB_GID, OTHER_IB_GID = (
     "fe80:0000:0000:0000:0000:0000:0000:00a1",
     "fec0:0000:0000:0002:0000:0000:0000:00a1",
 )
-OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
+FIRMWARE = "28.43.1014"
+NULL = "1:3"
+"""Numbers of /dev/null, in place of those of an HCA's device file."""
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def build(root: Path, box: Box) -> Path:
     if box.libraries:
         write(root / "usr/lib/x86_64-linux-gnu/libibverbs.so.1", "")
     for name in box.libraries:
+        write(root / f"usr/lib/x86_64-linux-gnu/libibverbs/lib{name}-rdmav34.so", "")
         write(root / f"etc/libibverbs.d/{name}.driver", f"driver {name}")
     write(root / "proc/self/limits", LIMITS)
     write(root / "proc/self/status", "Name:\tpython\nCapEff:\t0000000000000000")
@@ -155,14 +159,17 @@ def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
     values = {
         "numa_node": str(card.numa), "vendor": card.vendor, "current_link_width": str(card.width[0]),
         "max_link_width": str(card.width[1]), "current_link_speed": card.speed[0], "max_link_speed": card.speed[1],
+        "modalias": f"pci:v0000{card.vendor[2:].upper()}d00001021sv000015B3sd00000000bc02sc07i00",
     }  # fmt: skip
     for name, text in values.items():
         write(device / name, text)
     if card.virtual:
         link(device / "physfn", root / "sys/devices/pci0000:00")
     for name, text in {
-        "fw_ver": "28.43.1014",
+        "fw_ver": FIRMWARE,
         "board_id": "MT_0000000838",
+        "node_type": "1: CA",
+        "node_guid": node_guid(number),
         "sys_image_guid": card.guid,
     }.items():
         write(own / name, text)
@@ -171,13 +178,19 @@ def write_card(root: Path, card: Card, number: int, nodes: bool) -> None:
     for i, port in enumerate(card.ports, 1):
         write_port(own / f"ports/{i}", port)
     if card.uverbs:
-        write(device / f"infiniband_verbs/uverbs{number}/ibdev", card.name)
-        link(
-            root / f"sys/class/infiniband_verbs/uverbs{number}",
-            device / f"infiniband_verbs/uverbs{number}",
-        )
+        verbs = device / f"infiniband_verbs/uverbs{number}"
+        for name, text in {"ibdev": card.name, "abi_version": "1", "dev": NULL}.items():
+            write(verbs / name, text)
+        link(verbs / "device", device)
+        link(root / f"sys/class/infiniband_verbs/uverbs{number}", verbs)
+        write(root / "sys/class/infiniband_verbs/abi_version", "6")
         if nodes:
             write(root / f"dev/infiniband/uverbs{number}", "")
+
+
+def node_guid(number: int) -> str:
+    """Return the GUID of an HCA; those of functions of one card differ."""
+    return f"1070:fd03:0099:{number:04x}"
 
 
 def write_port(own: Path, port: Link) -> None:
@@ -199,6 +212,7 @@ def write_port(own: Path, port: Link) -> None:
 def write_gpu(root: Path, pci: str, numa: int) -> None:
     device, bdf = root / "sys/devices" / pci, pci.rpartition("/")[2]
     write(device / "numa_node", str(numa))
+    write(device / "class", "0x030200")
     link(root / "sys/bus/pci/devices" / bdf, device)
     write(
         root / f"proc/driver/nvidia/gpus/{bdf}/information",

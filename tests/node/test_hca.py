@@ -133,6 +133,17 @@ def test_libraries_on_the_loaders_path_and_providers_beside_them(tmp_path: Path)
     assert (hcas.libibverbs, hcas.providers) == ("/opt/rdma/libibverbs.so.1", ("mlx5",))
 
 
+def test_a_driver_counts_if_a_file_names_it_and_its_library_exists(tmp_path: Path) -> None:
+    """libibverbs loads no other; a removed package may leave its file in /etc/libibverbs.d."""
+    for name in ("mlx5", "efa"):
+        machines.write(tmp_path / f"usr/lib64/libibverbs/lib{name}-rdmav34.so", "")
+    machines.write(tmp_path / "opt/x/libirdma-rdmav34.so", "")
+    machines.write(tmp_path / "etc/libibverbs.d/all.driver", "driver mlx5\n# driver efa")
+    machines.write(tmp_path / "etc/libibverbs.d/own.driver", "driver /opt/x/libirdma")
+    machines.write(tmp_path / "etc/libibverbs.d/bnxt_re.driver", "driver bnxt_re")
+    assert hca.read_rdma({}, tmp_path).providers == ("irdma", "mlx5")
+
+
 def test_gpudirect_needs_the_module_or_an_open_driver_on_a_new_kernel(tmp_path: Path) -> None:
     closed = {
         "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01 "

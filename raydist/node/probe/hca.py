@@ -202,10 +202,21 @@ def read_rdma(environ: Mapping[str, str], root: Path = Path("/")) -> Rdma:
 
 
 def _providers(folders: list[Path], root: Path) -> Iterator[str]:
-    yield from (path.stem for path in (root / "etc/libibverbs.d").glob("*.driver"))
-    for folder in folders:
-        for path in (folder / "libibverbs").glob("lib*-rdmav*.so"):
-            yield path.name[len("lib") :].partition("-rdmav")[0]
+    """Yield the drivers that libibverbs can load.
+
+    The files in its folder of settings name them, with a path or without; a removed package may
+    leave such a file behind. Where there is none, that folder is elsewhere, and all drivers count.
+    """
+    files = (root / "etc/libibverbs.d").glob("*")
+    lines = [line.split() for file in files for line in sysfs.read_text(file).splitlines()]
+    named = [words[1] for words in lines if len(words) > 1 and words[0] == "driver"]
+    beside = [path for folder in folders for path in (folder / "libibverbs", folder)]
+    for name in named or ["*"]:
+        places = [root] if name.startswith("/") else beside
+        library = name[1:] if name.startswith("/") else f"lib{name}"
+        for place in places:
+            for path in place.glob(f"{library}-rdmav*.so"):
+                yield path.name[len("lib") :].partition("-rdmav")[0]
 
 
 def library_folders(environ: Mapping[str, str], root: Path) -> list[Path]:
