@@ -15,6 +15,9 @@ LOOPBACK = ("lo", "lo0")
 OPEN_MPI_TCP = (("OMPI_MCA_pml", "ob1"), ("OMPI_MCA_btl", "^openib,ofi,uct"))
 """Variables that leave Open MPI 4 or 5 only TCP and shared memory."""
 
+OTHER_SOCKETS = "udp,sockets"
+"""libfabric's other providers over the kernel's network."""
+
 
 def host(node_rank: int) -> str:
     """Return mpirun's name of a host.
@@ -112,6 +115,9 @@ def network_options(
             interface,
             "by default libfabric's TCP takes the first interface that is up",
         )
+        if not (tcp or strict):
+            why = "they ignore FI_TCP_IFACE; MPICH took sockets over another interface"
+            yield EnvVar("FI_PROVIDER", f"^{OTHER_SOCKETS}", why)
     if tcp:
         why = "fabric.kind=ethernet: TCP even where the node has RDMA"
         for name, value in OPEN_MPI_TCP if open_mpi else (("FI_PROVIDER", "tcp"),):
@@ -123,7 +129,7 @@ def network_options(
         yield (
             EnvVar("OMPI_MCA_pml", "ucx", why)
             if open_mpi
-            else EnvVar("FI_PROVIDER", "^tcp,sockets", why)
+            else EnvVar("FI_PROVIDER", f"^tcp,{OTHER_SOCKETS}", why)
         )
         yield EnvVar("UCX_TLS", "^tcp", why)
     if hcas:

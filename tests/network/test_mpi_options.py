@@ -70,11 +70,12 @@ def test_tcp_stays_on_the_interface_and_rdma_is_left_alone() -> None:
     mpich = {**OMPI, "kind": "mpich", "rdma": ""}
     assert {name for name, _, _ in network_mpi.network_options(mpich, "ib0")} == {
         "FI_TCP_IFACE",
+        "FI_PROVIDER",
         "UCX_NET_DEVICES",
     }
     assert {
         name for name, _, _ in network_mpi.network_options({**mpich, "rdma": "mlx5_0"}, "ib0")
-    } == {"FI_TCP_IFACE"}
+    } == {"FI_TCP_IFACE", "FI_PROVIDER"}
 
 
 def test_hosts_have_names_of_no_machine() -> None:
