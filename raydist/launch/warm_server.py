@@ -18,6 +18,7 @@ from raydist.messages.agent import WarmServer
 from raydist.messages.server import ImportModules
 from raydist.node import kept_server
 from raydist.node.fork_launcher import ALWAYS, END_S, ForkServer, heritage, node_folder
+from raydist.settings import slurm
 from raydist.settings.config import Job, Scale
 
 IDLE_S = 300.0
@@ -62,8 +63,10 @@ def prepare(job: Job) -> WarmServer | None:
 def begin(overrides: Sequence[str]) -> None:
     """Start the server of the most likely run with these overrides, while they are composed.
 
-    Without settings that change the server, it is the one that acquire() returns.
+    Without settings that change the server, it is the one that acquire() returns. ConfigError: no
+    run may be started from here.
     """
+    slurm.check_task(os.environ)
     if not any(text.lstrip("+~").startswith(SETTINGS) for text in overrides):
         threading.Thread(target=_begin, name="raydist-warm", daemon=True).start()
 

@@ -31,7 +31,7 @@ from hydra.core.utils import get_valid_filename, run_job, setup_globals
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from raydist.settings import env_file, references, script, targets
+from raydist.settings import env_file, references, script, slurm, targets
 from raydist.settings.choices import Choices, schema
 from raydist.settings.config import Job, as_saved
 from raydist.settings.hydra_errors import config_errors, refuse_sweeps
@@ -134,6 +134,7 @@ def fresh(folder: str) -> str:
 
 def make_folder(config: DictConfig, key: str) -> str:
     """Create the folder that `key` names. If raydist chose its name, no other run gets it."""
+    slurm.check_task(os.environ)
     folder = str(select_value(config, key))
     while True:
         try:

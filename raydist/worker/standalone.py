@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from raydist.settings import slurm
 from raydist.settings.config import Job
 from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names, kinds
@@ -81,6 +82,7 @@ def standalone_job(function: Callable[..., Any], overrides: list[str]) -> Job:
 
     from raydist.settings.compose import compose
 
+    slurm.check_task(os.environ)
     job = compose(
         overrides, target=f"{Path(function.__code__.co_filename).absolute()}:{function.__name__}"
     )

@@ -6,13 +6,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import stat
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import compose_spec
@@ -22,7 +18,6 @@ from jsonschema import ValidationError
 
 from tests import kuberay
 from tests.conftest import ROOT
-from tests.leftovers import processes_of, remaining_processes
 from tests.rig import hosts, requires_root
 
 DEPLOY = ROOT / "deploy"
@@ -333,149 +328,6 @@ def test_a_node_keeps_rays_files_where_no_other_account_can_enter(tmp_path: Path
         code, errors = starts_ray(tmp_path, tmp_path / name)
         assert code, name
         assert f"RAY_TMPDIR={tmp_path / name} on" in errors
-
-
-SRUN = """#!/bin/bash
-# a stand-in for Slurm's: the command once for each node of the step, all on this machine
-echo "$@" >> "$SLURM_SUBMIT_DIR/srun.txt"
-nodes="${1#--nodes=}"
-case "$*" in *--exclude=*)
-    [ -z "$LOST" ] || exit 1
-    export FOLDER="$RAY_TMPDIR/ray-elsewhere" ;; # the disk of another machine, where this folder does not exist
-esac
-while [ "${1#--}" != "$1" ]; do shift; done
-for ((node = 0; node < nodes; node++)); do "$@" & done
-trap 'kill $(jobs -p)' TERM
-wait
-wait
-"""
-JOB = """
-import time
-import torch
-import raydist
-
-
-def job(config):
-    step = 0
-    while step < 2000:
-        step += 1
-        raydist.report(step=step, loss=1.0)
-        time.sleep(0.05)
-"""
-
-
-@pytest.fixture
-def allocation(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a batch script on two nodes."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(SRUN)
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    with tempfile.TemporaryDirectory(
-        prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True
-    ) as short:  # Ray's sockets
-        yield {
-            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
-            "PATH": f"{tmp_path / 'bin'}:{BIN}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "1",
-            "SLURM_SUBMIT_DIR": str(tmp_path), "RAY_TMPDIR": short, "HEAD_ADDRESS": "127.0.0.1", "LOST": "",
-            "RAYDIST_TEST": f"slurm-{tmp_path}",
-        }  # fmt: skip
-        assert remaining_processes(f"slurm-{tmp_path}") == []
-
-
-def batch(folder: Path, env: dict[str, str], *words: str) -> subprocess.Popen[str]:
-    screen = (folder / "screen.txt").open("w")
-    script = str(DEPLOY / "slurm" / "train.sbatch")
-    return subprocess.Popen(
-        ["bash", script, *words], cwd=folder, env=env, stdout=screen, stderr=screen, text=True
-    )
-
-
-@pytest.mark.ray
-def test_slurm_brings_up_ray_trains_and_ends_in_order(
-    allocation: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "slow.py").write_text(JOB)
-    # scale.keep_warm_s says nothing about the number of nodes: it is still that of the allocation
-    words = ["job=slow.py", "scale.keep_warm_s=0", "watch.progress=lines", "watch.every_s=0.5"]
-    job = batch(tmp_path, allocation, *words)
-    until = time.monotonic() + 90
-    while not any("began" in path.read_text() for path in tmp_path.glob("runs/*/*/events.jsonl")):
-        assert job.poll() is None, (tmp_path / "screen.txt").read_text()
-        assert time.monotonic() < until, (tmp_path / "screen.txt").read_text()
-        time.sleep(0.2)
-    assert len(processes_of(f"slurm-{tmp_path}")) > 2
-    of_ray = [
-        *Path(allocation["RAY_TMPDIR"]).glob("ray-*")
-    ]  # of each node: Ray's own in them are open to all
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in of_ray] == [0o700, 0o700]
-    assert [path.name for folder in of_ray for path in folder.iterdir()] == ["ray", "ray"]
-    job.send_signal(signal.SIGTERM)  # as --signal=B:TERM does, before the time is up
-    assert job.wait(60) == 128 + signal.SIGTERM, (tmp_path / "screen.txt").read_text()
-    (result,) = tmp_path.glob("runs/slow/*/result.json")
-    assert '"signal": 15' in result.read_text()
-    steps = [
-        line
-        for line in (tmp_path / "srun.txt").read_text().splitlines()
-        if line.startswith("--nodes")
-    ]
-    here = socket.gethostname()
-    assert [line.split()[:4] for line in steps] == [
-        ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={here}"],
-        ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--exclude={here}"],
-    ]
-    assert '"world_size": 2' in result.read_text()
-    settings = yaml.safe_load((result.parent / ".hydra" / "config.yaml").read_text())
-    assert settings["scale"]["nodes"] is None, "all nodes of the allocation"
-    assert not any(folder.exists() for folder in of_ray)
-
-
-@pytest.mark.ray
-def test_slurm_does_not_train_on_some_of_the_nodes(
-    allocation: dict[str, str], tmp_path: Path
-) -> None:
-    job = batch(
-        tmp_path,
-        {**allocation, "LOST": "1", "RAYDIST_JOIN_S": "0.1"},
-        "job=slow.py",
-        "scale.cpus=1",
-    )
-    assert job.wait(90) == 1
-    screen = (tmp_path / "screen.txt").read_text()
-    assert "ray: 1 of 2 nodes have joined" in screen
-    assert "to train on those that have joined: scale.nodes=1..2" in screen
-    assert not list(tmp_path.glob("runs/*"))
-
-
-LISTENER = (
-    "import os, socket; os.setuid(65534); door = socket.create_server(('127.0.0.1', 0)); "
-    "print(door.getsockname()[1], flush=True); os.read(0, 1)"
-)
-
-
-@pytest.mark.root
-@pytest.mark.ray
-@requires_root
-def test_slurm_connects_to_no_port_of_another_user(
-    allocation: dict[str, str], tmp_path: Path
-) -> None:
-    """The owner of that port would get Ray's token, and the training. The other nodes sent it
-    before the check."""
-    command = [sys.executable, "-c", LISTENER]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        allocation |= {"PORT": other.stdout.readline().strip()}
-        job = batch(tmp_path, allocation, "job=slow.py")
-        assert job.wait(120) == 1
-        other.communicate("x")
-    screen = (tmp_path / "screen.txt").read_text()
-    assert (
-        f"port {allocation['PORT']} of 127.0.0.1 is another user's: submit the job again" in screen
-    )
-    assert not list(tmp_path.glob("runs/*"))
-    assert (tmp_path / "srun.txt").read_text().count("--ntasks-per-node") == 1
 
 
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:

@@ -64,12 +64,17 @@ def key_pair(folder: Path, name: str) -> tuple[Path, str]:
     return key, key.with_suffix(".pub").read_text()
 
 
+def separate_tmp(host: Host, *shared: Path) -> None:
+    """Give a host a separate /tmp. What it needs of the old one stays, and these folders."""
+    needed = (host.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd(), *shared)
+    kept = [str(folder) for folder in needed if folder.is_relative_to("/tmp")]
+    host.run(["sh", "-ec", _OWN_TMP, "sh", *kept])
+
+
 def prepare_logins(host: Host, *profile: str) -> None:
     """Give a host a separate /tmp, and root a home and a shell. `profile` has lines for login
     shells."""
-    needed = (host.folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.cwd())
-    kept = [str(folder) for folder in needed if folder.is_relative_to("/tmp")]
-    host.run(["sh", "-ec", _OWN_TMP, "sh", *kept])
+    separate_tmp(host)
     home = host.folder / "home"
     passwd = host.root / "etc/passwd"
     others = [line for line in passwd.read_text().splitlines() if not line.startswith("root:")]

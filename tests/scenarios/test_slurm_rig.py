@@ -1,0 +1,230 @@
+"""deploy/slurm/train.sbatch under a real Slurm on hosts of the rig, typed as in docs/slurm.md."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.records import read_events
+from tests.rig import hosts, requires_root
+from tests.rig.slurm import ENDED, Slurm, requires_slurm
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    requires_root,
+    requires_slurm,
+]
+JOB = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import raydist
+
+def job(config, dropout=0.2, pause=0.0):
+    inputs, targets = torch.arange(2560.0).sin().reshape(256, 10), torch.arange(256) % 3
+    model = nn.Sequential(nn.Linear(10, 32), nn.Dropout(dropout), nn.ReLU(), nn.Linear(32, 3))
+
+    def loss(output, target):
+        time.sleep(pause)
+        return nn.functional.cross_entropy(output, target)
+
+    return raydist.fit(config, train=TensorDataset(inputs, targets), loss=loss, model=model)
+"""
+STEPS = 60
+SBATCH = "sbatch --requeue --gpus-per-node=0"
+SCRIPT = (
+    f"deploy/slurm/train.sbatch job=mine.py optim=sgd data.batch_size=8 train.steps={STEPS} "
+    "snapshot.every=1 checkpoint.every=1000000 resume=auto scale.cpus=1"
+)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with hosts(4, nics=("eth0",)) as rig:
+        cluster = Slurm(rig)
+        cluster.up()
+        (cluster.project / "mine.py").write_text(JOB)
+        yield cluster
+
+
+def losses(runs: Path) -> dict[int, float]:
+    """Return the loss of each step in all run folders; those of a repeated step must agree."""
+    result: dict[int, float] = {}
+    for file in runs.glob("*/events.jsonl"):
+        for report in read_events(file, "report"):
+            if report["rank"] == 0 and "loss" in report["values"]:
+                loss = report["values"]["loss"]
+                assert result.setdefault(report["step"], loss) == loss
+    return result
+
+
+def weights(runs: Path) -> dict[str, Any]:
+    """Return the weights after the last step."""
+    (file,) = runs.glob(f"*/checkpoints/step-{STEPS:08}/state.pt")
+    model: dict[str, torch.Tensor] = torch.load(file, weights_only=True)["model"]
+    return {name: value.tolist() for name, value in model.items()}
+
+
+def assert_same_training(runs: Path, undisturbed: Path) -> None:
+    """The bits agree. A driver that loses its Ray lacks the reports of the last half second."""
+    seen, expected = losses(runs), losses(undisturbed)
+    assert set(expected) == set(range(1, STEPS + 1))
+    assert seen == {step: expected[step] for step in seen}
+    assert weights(runs) == weights(undisturbed)
+
+
+def results(runs: Path) -> list[dict[str, Any]]:
+    """Return the results of the runs, in their order."""
+    return [json.loads(file.read_text()) for file in sorted(runs.glob("*/result.json"))]
+
+
+def wait_for_step(slurm: Slurm, job: str, runs: Path, step: int) -> None:
+    def reached() -> bool:
+        if max(losses(runs), default=0) >= step:
+            return True
+        time.sleep(0.3)
+        assert slurm.show(job)["JobState"] not in ENDED, slurm.output(job)
+        return False
+
+    wait_until(reached, lambda: f"step {step}: {slurm.output(job)}", 300)
+
+
+def test_three_nodes_train_and_a_lost_node_costs_no_step(slurm: Slurm) -> None:
+    # The random numbers of a lost node's ranks, for dropout, are lost with it.
+    words = f"--nodes=3 {SCRIPT} job.args.dropout=0"
+    whole = slurm.submit(f"{SBATCH} {words}")
+    slurm.wait_for(whole, "COMPLETED")
+    assert slurm.show(whole)["ExitCode"] == "0:0"
+    runs = slurm.project / "runs"
+    (result,) = results(runs / "mine")
+    assert (result["status"], result["world_size"]) == ("finished", 3)
+    (plan,) = read_events(Path(result["dir"], "events.jsonl"), "plan")
+    assert [slot["host"] for slot in plan["slots"]] == [node.name for node in slurm.nodes]
+    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+
+    lost = slurm.submit(f"{SBATCH} {words} name=lost job.args.pause=0.2")
+    wait_for_step(slurm, lost, runs / "lost", 20)
+    own = [folder for node in slurm.nodes for folder in (node.root / "tmp").glob("ray-*")]
+    # Ray's own folders in them are open to every account
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in own] == [0o700] * 3
+    victim = slurm.nodes[1]
+    victim.kill()
+    slurm.wait_for(lost, "PENDING")
+    before = max(losses(runs / "lost"))
+    assert before < STEPS
+    victim.boot()
+    slurm.join(victim)
+    slurm.wait_for(lost, "COMPLETED")
+    assert slurm.show(lost)["Restarts"] == "1"
+    assert_same_training(runs / "lost", runs / "mine")
+    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+
+
+def test_an_array_of_two_tasks_on_one_node(slurm: Slurm) -> None:
+    """And a training that Slurm preempts, that is stopped and that is continued, as its second."""
+    where = "--nodes=1 --nodelist=host1 --oversubscribe"
+    array = slurm.submit(
+        f"{SBATCH} {where} --array=0-1 {SCRIPT} 'seed=${{oc.env:SLURM_ARRAY_TASK_ID}}'"
+    )
+    runs = slurm.project / "runs"
+    limited = slurm.submit(
+        f"{SBATCH} --nodes=1 --nodelist=host3 --time=3 --signal=B:TERM@30 {SCRIPT} name=limited "
+        "train.steps=1000000 job.args.pause=0.05"
+    )
+    for task in (f"{array}_0", f"{array}_1"):
+        slurm.wait_for(task, "COMPLETED")
+    assert losses(runs / "task-0/mine") != losses(runs / "task-1/mine")
+
+    words = f"--nodes=1 --nodelist=host2 {SCRIPT} name=preempted seed=1 job.args.pause=0.2"
+    preempted, folder = slurm.submit(f"{SBATCH} {words}"), runs / "preempted"
+    wait_for_step(slurm, preempted, folder, 10)
+    urgent = slurm.submit("sbatch --partition=urgent --nodelist=host2 --wrap 'sleep 1'")
+    slurm.wait_for(urgent, "COMPLETED")
+    begun = max(losses(folder))
+    wait_for_step(slurm, preempted, folder, begun + 10)
+    assert slurm.show(preempted)["Restarts"] == "1"
+    slurm.type(f"scancel --batch --signal=TERM {preempted}")
+    slurm.wait_for(preempted, "FAILED")
+    assert slurm.show(preempted)["ExitCode"] == "143:0"
+    stopped = results(folder)[-1]
+    assert (stopped["status"], stopped["signal"]) == ("stopped", 15)
+    assert Path(stopped["checkpoint"]).is_dir()
+    again = slurm.submit(f"{SBATCH} {words}")
+    slurm.wait_for(again, "COMPLETED")
+    assert_same_training(folder, runs / "task-1/mine")
+
+    slurm.wait_for(limited, "FAILED")
+    assert slurm.show(limited)["ExitCode"] == "143:0"
+    (stopped,) = results(runs / "limited")
+    assert stopped["signal"] == 15
+    saved = int(Path(stopped["checkpoint"]).name.removeprefix("step-"))
+    assert saved >= max(losses(runs / "limited")) - 1
+    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+
+
+LISTENER = (
+    "import os, socket; os.setuid(65534); door = socket.create_server(('', 20001)); "
+    "print(door.getsockname()[1], flush=True); os.read(0, 1)"
+)
+
+
+def test_what_is_not_started(slurm: Slurm) -> None:
+    """A run that lacks a node; one at a port whose owner, another user, would get Ray's token."""
+    first, second, _ = slurm.nodes
+    second.run(["mount", "-o", "remount,ro", "/tmp"])
+    job = slurm.submit(f"RAYDIST_JOIN_S=8 {SBATCH} --nodelist=host1,host2 {SCRIPT} name=never")
+    slurm.wait_for(job, "FAILED")
+    assert slurm.show(job)["ExitCode"] == "1:0"
+    assert "ray: 1 of 2 nodes have joined" in slurm.output(job)
+    assert "to train on those that have joined: scale.nodes=1..2" in slurm.output(job)
+    second.run(["mount", "-o", "remount,rw", "/tmp"])
+
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with first.popen(["python", "-c", LISTENER], **pipes) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "20001\n"
+        job = slurm.submit(f"PORT=20001 {SBATCH} --nodelist=host1,host2 {SCRIPT} name=never")
+        slurm.wait_for(job, "FAILED")
+        other.communicate("x")
+    assert f"port 20001 of {first.address()} is another user's" in slurm.output(job)
+    assert not (slurm.project / "runs/never").exists()
+    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+
+
+def test_a_command_in_an_allocation_is_one_run_on_a_node_or_refused(slurm: Slurm) -> None:
+    train = "python -m raydist.train job=mine.py scale=1x1 train.steps=2 group=inline"
+    lines = (
+        ". $RAYDIST_SETUP",
+        f"srun {train} name=three; echo code $?",
+        f"srun python {ROOT}/jobs/digits.py; echo code $?",
+        f"{train} name=login; echo code $?",
+        f"srun --nodes=1 --ntasks=1 {train} name=one; echo code $?",
+    )
+    screen = slurm.type(f"salloc --nodes=3 bash -c '{'; '.join(lines)}'")
+    assert [line for line in screen.splitlines() if line.startswith("code ")] == [
+        "code 2",
+        "code 2",
+        "code 2",
+        "code 0",
+    ], screen
+    assert screen.count("each of srun's 3 tasks would be a run of its own") == 2, screen
+    assert screen.count("this shell of salloc is on none of the allocation's nodes") == 1, screen
+    assert screen.count("sbatch --nodes=3 deploy/slurm/train.sbatch") == 3, screen
+    runs = slurm.project / "runs"
+    assert [
+        folder.name for folder in runs.glob("*") if folder.name in ("three", "login", "one")
+    ] == ["one"]
