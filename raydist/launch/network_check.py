@@ -43,8 +43,7 @@ def check_network(group: WorkerGroup, warn: Callable[[str], None]) -> None:
     try:
         answers = group.call_each(calls, patience(len(peers), CALL_S), ranks)
     finally:
-        for rank in ranks:
-            group.call(rank, StopListening())
+        group.call_each([StopListening() for _ in ranks], ranks=ranks)
     for caller, others, trips in zip(leads, called, answers, strict=True):
         for other, trip in zip(others, trips, strict=False):
             if is_blocked(trip):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
@@ -43,7 +44,7 @@ T = TypeVar("T")
 class Portion(NamedTuple):
     """The samples that one rank loads at once."""
 
-    indices: np.ndarray
+    indices: npt.NDArray[np.int64]
     """Their indices, int64, of shape [B], in separate memory.
 
     Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples,

@@ -40,11 +40,12 @@ def read_each_torch(job: Job) -> dict[str, Any]:
     shape of each."""
     import torch
     import torch.distributed as dist
-    from torch._C import _distributed_c10d as c10d
+    from torch._C import _distributed_c10d
 
+    c10d: Any = _distributed_c10d  # torch before 2.15 has no type hints of these functions
     for size in (3, 4):
         dist.all_reduce(torch.ones(size))
-    recorded = c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
+    recorded: bytes = c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False)
 
     def under(prefix: str) -> bytes:
         return recorded.replace(b"gloo:", f"{prefix}:".encode())
