@@ -55,7 +55,7 @@ def test_an_agent_with_other_limits_starts_its_own_server(
     monkeypatch.setattr(
         warm_server, "heritage", lambda: [*fork_launcher.heritage(), "another limit of memlock"]
     )
-    elsewhere = servers()
+    elsewhere = servers("scale.keep_warm_s=0")
     assert elsewhere != at_home
     assert ended(elsewhere.pop())  # with the run
 
