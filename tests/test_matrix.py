@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests import matrix
 from tests.conftest import ROOT
@@ -28,7 +32,10 @@ def test_every_python_has_the_newest_and_the_lowest_torch() -> None:
     assert "TORCH=2.9.1" in turn.command("python3.13")
 
 
-def test_this_python_is_found_and_one_that_is_not_there_is_not() -> None:
+def test_this_python_is_found_and_one_that_is_not_there_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     here = "{}.{}".format(*sys.version_info)
     found = matrix.interpreter(here)
     assert found is not None

@@ -48,7 +48,7 @@ def test_kernel_driver_cloud_and_container(tmp_path: Path) -> None:
     result = machine.machine("a", {}, build(tmp_path, Box(files=files)))
     assert (result.kernel, result.driver, result.cloud) == (
         "6.8.0-45-generic",
-        "570.86.15",
+        "580.95.05",
         "Amazon EC2",
     )
     assert result.container
