@@ -12,7 +12,7 @@ from collections.abc import Callable
 from raydist.cluster.placement import Slot
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.checkup import CallPeers, ListenForPeers, Peer, StopListening, Trip
-from raydist.network.finding import PEER_FIXES
+from raydist.network.finding import peer_fix
 from raydist.node.peers import patience
 from raydist.shared.errors import LaunchError
 
@@ -43,7 +43,8 @@ def check_network(group: WorkerGroup, warn: Callable[[str], None]) -> None:
     try:
         answers = group.call_each(calls, patience(len(peers), CALL_S), ranks)
     finally:
-        group.call_each([StopListening() for _ in ranks], ranks=ranks)
+        for rank in ranks:  # nobody waits for the replies, or hides the error of the calls
+            group.call(rank, StopListening())
     for caller, others, trips in zip(leads, called, answers, strict=True):
         for other, trip in zip(others, trips, strict=False):
             if is_blocked(trip):
@@ -75,12 +76,8 @@ def is_blocked(trip: Trip) -> bool:
 def blocked_text(group: WorkerGroup, caller: Slot, called: Slot, peer: Peer, trip: Trip) -> str:
     """Describe a path that is of no use, and what to do about it."""
     facts = group.facts[caller.rank]
-    fix = PEER_FIXES["twice" if peer.address == facts.address else trip.kind].format(
-        caller=caller.node.host,
-        called=called.node.host,
-        address=peer.address,
-        interface=facts.interface,
-    )
+    ends = (caller.node.host, facts.address), (called.node.host, peer.address)
+    fix = peer_fix(trip.kind, *ends, facts.interface)
     return (
         f"{caller.node.host} ({facts.address}) -> {called.node.host} ({peer.address}): "
         f"{trip.words}: {fix}; raydist doctor tests every pair of nodes"

@@ -59,6 +59,13 @@ PEER_FIXES = {
 address."""
 
 
+def peer_fix(kind: str, caller: tuple[str, str], called: tuple[str, str], interface: str) -> str:
+    """Return what to do about a call between two nodes, each a name and an address."""
+    return PEER_FIXES["twice" if caller[1] == called[1] else kind].format(
+        caller=caller[0], called=called[0], address=called[1], interface=interface
+    )
+
+
 @dataclass(frozen=True)
 class Finding:
     """One problem or piece of information that a person should know before the job runs."""

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from raydist.messages.checkup import Trip
-from raydist.network.finding import PEER_FIXES, Finding
+from raydist.network.finding import Finding, peer_fix
 from raydist.shared.rank_names import HOSTS_NAMED, joined_names
 
 FAR_S = 0.01
@@ -111,9 +111,8 @@ def check_peers(hosts: Sequence[Host], trips: Sequence[Sequence[Trip] | None]) -
         for callers, called, both in lines[:LINES]:
             one, other = hosts[callers[0]], hosts[called[-1]]
             text = f"{peer_line(hosts, callers, called, both)}: {why}"
-            fix = PEER_FIXES["twice" if one.address == other.address else kind].format(
-                caller=one.name, called=other.name, address=other.address, interface=other.interface
-            )
+            ends = (one.name, one.address), (other.name, other.address)
+            fix = peer_fix(kind, *ends, other.interface)
             yield Finding(check, "fail", suspects(hosts, callers, called), text, fix)
         if more := sum(len(callers) * len(called) for callers, called, _ in lines[LINES:]):
             yield Finding(check, "fail", (), f"and {more} more pairs: {why}", "see --json")
