@@ -69,9 +69,12 @@ def classify_end(
         return _drained(end, drain)
     hang = attempt.hang if attempt.stopped is None else None
     error = _raised(end, report, rank)
-    # Ranks that hung lose their peers while all are being stopped: such an error did not end them.
-    if error and (hang is None or error.at < hang.since or not is_victim(error)):
+    # The last ranks of a stop or of a hang lose their peers: such an error did not end them.
+    if error and not (is_victim(error) and _follows(error, attempt)):
         return error
+    if error and attempt.stopped:
+        # Also if the error came before the rank's own stop.
+        return replace(end, how="stopped")
     if hang and hang.blames(end.rank):
         return _hung(end, hang)
     if report.stop_requested and (end.signal or end.code):
@@ -81,6 +84,13 @@ def classify_end(
     if end.signal == signal.SIGABRT and not end.message:
         end = replace(end, message=last_words(log_tail))
     return replace(end, how="killed" if end.signal else "exited" if end.code else "finished")
+
+
+def _follows(error: End, attempt: AttemptRecord) -> bool:
+    """Return whether a rank raised its error after the signal or the hang that ended them all."""
+    if attempt.stopped is not None:
+        return error.at >= attempt.stopped.at
+    return attempt.hang is not None and error.at >= attempt.hang.since
 
 
 def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 import signal
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -139,13 +140,15 @@ class RunFailed(RaydistError):
 class Stopped(RaydistError):
     """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM.
 
-    `signum` is its number, the exit code 128 + `signum`.
+    `signum` is its number, the exit code 128 + `signum`; `at` is when it came, in seconds since
+    the epoch.
     """
 
     def __init__(self, signum: int, **facts: Any) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}", **facts)
         self.signum = signum
         self.exit_code = 128 + signum
+        self.at = time.time()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.signum,)

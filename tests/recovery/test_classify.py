@@ -48,6 +48,13 @@ def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
     return report(code, signum, stop_requested=True, **more)
 
 
+def stop_at(seconds: float) -> Stopped:
+    """Return the signal that stopped the run then."""
+    stopped = Stopped(signal.SIGTERM)
+    stopped.at = seconds
+    return stopped
+
+
 @pytest.mark.parametrize(
     ("given", "rank", "attempt", "how", "at"),
     [
@@ -76,6 +83,10 @@ def stopped(code: int = 0, signum: int = 0, **more: Any) -> RankEnd:
         (stopped(1, error=RecordedError("RuntimeError", CLOSED, "")), RANK, AttemptRecord(hang=HANG), "hung", 80),
         (stopped(signum=9), replace(RANK, raised=LOST_PEER), AttemptRecord(hang=OTHER_HANG), "stopped", 100),
         (stopped(signum=9), replace(RANK, raised=EARLIER), AttemptRecord(hang=HANG), "raised", 70),
+        # so do the last ranks of a stop, maybe before the stop has reached their own agents
+        (report(1), replace(RANK, raised=LOST_PEER), AttemptRecord(stopped=stop_at(85)), "stopped", 100),
+        (report(1), replace(RANK, raised=LOST_PEER), AttemptRecord(stopped=stop_at(95)), "raised", 90),
+        (report(1), replace(RANK, raised=RAISED), AttemptRecord(stopped=stop_at(85)), "raised", 90),
         # a drain is the end of ranks on drained nodes, once all were stopped
         (stopped(signum=9), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
         (stopped(), RANK, AttemptRecord(drain=DRAIN), "drained", 100),
