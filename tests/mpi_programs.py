@@ -11,8 +11,8 @@ import pytest
 
 HERE = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(sys.executable).parent}"
 MPICH = Path(os.environ.get("RAYDIST_TEST_MPICH", f"{sys.prefix}/mpich"))
-"""MPICH's wheel in a separate folder, since its mpirun would replace that of Open MPI:
-pip install --no-deps --ignore-installed --prefix .venv/mpich mpich"""
+"""MPICH's wheel in a separate folder, since its mpirun would replace that of Open MPI. `make`
+installs it."""
 HYDRA = (
     f"backend.mpi.mpirun={MPICH}/bin/mpiexec",
     f"env.LD_LIBRARY_PATH={MPICH}/lib",

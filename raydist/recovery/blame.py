@@ -141,14 +141,18 @@ def _together(first: End, ends: Iterable[End]) -> list[End]:
 def _guilt(end: End) -> int:
     """Return the degree to which another rank may have caused this end.
 
-    0: no other rank causes this. 1: an abort, by its own check or by a watchdog. 2: a network
-    error.
+    0: no other rank causes this. 1: an abort, by its own check or by a watchdog; or a signal in
+    MPI_Finalize, which needs the other ranks (MPICH 5 ends by SIGSEGV there if another rank calls
+    MPI_Abort). 2: a network error.
     """
     if disagree(end) or BROKEN_GPU.search(end.message):
         return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
         return 2
-    return 2 if end.how == "ended" else int(end.how == "killed" and end.signal == signal.SIGABRT)
+    if end.how == "ended":
+        return 2
+    aborted = end.signal == signal.SIGABRT or end.phase == "finalize"
+    return int(end.how == "killed" and aborted)
 
 
 def failure_text(ends: Sequence[End]) -> str:

@@ -9,6 +9,9 @@ from raydist.shared.outcome import End
 
 VICTIM_S = 0.5
 """Seconds that a failure which another rank may have caused waits for that rank's own failure."""
+MPIRUN_S = 2.0
+"""The same for a rank that mpirun ended: mpirun ends all of them, so a longer wait seldom costs
+time, and the rank that called MPI_Abort may be the last to end."""
 GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three
 seconds in all."""
@@ -36,6 +39,8 @@ def culprit_wait(end: End) -> float | None:
     """
     if not end.failed:
         return None
+    if end.how == "ended":
+        return MPIRUN_S
     return VICTIM_S if is_victim(end) else 0.0
 
 

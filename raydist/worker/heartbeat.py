@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import mmap
 
-PHASES = ("start", "data", "forward", "backward", "collective", "evaluate", "save", "end")
-"""The activities of a rank; its heartbeat holds the index of one of them."""
+PHASES = (
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "collective",
+    "evaluate",
+    "save",
+    "end",
+    "finalize",
+)
+"""The activities of a rank; its heartbeat holds the index of one of them. `end`: of a step;
+`finalize`: the program has ended, and the rank leaves MPI."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - 5
 """Requests the stacks of a rank: a real-time signal, because programs use SIGUSR1 and SIGUSR2

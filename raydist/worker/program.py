@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from raydist.shared.ending import finalize
+from raydist.worker import context
 
 NOT_FOUND = 127
 """A shell's exit code for a program that it does not find."""
@@ -169,6 +170,7 @@ def leave_mpi() -> None:
     if mpi is None:
         return
     if mpi.Is_initialized() and not mpi.Is_finalized():
+        context.phase("finalize")
         mpi.Finalize()
     # MPICH signs off from its process manager in an exit handler of C; without it the rank counts
     # as killed

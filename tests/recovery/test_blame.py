@@ -152,6 +152,14 @@ def test_an_abort_may_be_a_watchdogs_so_a_sure_culprit_goes_before_it() -> None:
     assert first_cause([aborted, exited]) is exited
 
 
+def test_mpi_finalize_may_fail_because_another_rank_aborts() -> None:
+    left = End(0, "a", "killed", 1.0, signal=signal.SIGSEGV, phase="finalize")
+    aborted = End(1, "b", "exited", 1.1, code=9)
+    assert is_victim(left)
+    assert first_cause([left, aborted]) is aborted
+    assert first_cause([left]) is left
+
+
 def test_an_abort_for_a_broken_gpu_goes_before_other_aborts() -> None:
     other = End(0, "a", "killed", 1.0, signal=signal.SIGABRT, message=WATCHDOG)
     broken = End(1, "b", "killed", 1.1, signal=signal.SIGABRT, message=ECC)

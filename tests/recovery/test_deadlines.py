@@ -10,6 +10,7 @@ from raydist.launch.limits import ANSWER_S
 from raydist.messages.agent import DYING_S
 from raydist.node import rank_process
 from raydist.recovery.deadlines import (
+    MPIRUN_S,
     VICTIM_S,
     answer_interval,
     culprit_wait,
@@ -34,7 +35,7 @@ VICTIM = End(
         (End(0, "a", "lost", 1.0), 0.0),
         (VICTIM, VICTIM_S),
         (End(0, "a", "killed", 1.0, signal=signal.SIGABRT), VICTIM_S),
-        (End(0, "a", "ended", 1.0), VICTIM_S),
+        (End(0, "a", "ended", 1.0), MPIRUN_S),
     ],
 )
 def test_a_victim_leaves_its_culprit_time(end: End, seconds: float | None) -> None:
