@@ -95,7 +95,9 @@ class Run(Generic[T]):
         They are read from events.jsonl in the run folder, which in a long run does not have every
         report; `on_event` gets all.
         """
-        seen, position, rest = 0, self._begin, b""
+        seen = 0
+        position = self._begin
+        rest = b""
         while True:
             seen, over = self._wait_for_more(seen)
             if self._file.exists():

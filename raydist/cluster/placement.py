@@ -145,11 +145,9 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
 
     `have`: resources of each node.
     """
-    name, gpus, most = (
-        job.backend.name,
-        job.scale.gpus,
-        max((each.get("GPU", 0) for each in have), default=0),
-    )
+    name = job.backend.name
+    gpus = job.scale.gpus
+    most = max((each.get("GPU", 0) for each in have), default=0)
     if gpus and gpus > 1 and gpus % 1:
         cause = "above 1 Ray assigns whole GPUs only"
         raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, f"scale.gpus={math.ceil(gpus)}")
@@ -207,10 +205,8 @@ def resource_request(
         [fits for have, _ in capacity if (fits := fit_count(have, need))],
     )
     if scale.nodes is not None:
-        nodes, per_node = (
-            scale.nodes,
-            scale.per_node or default_ranks_per_node(scale.nodes, need, capacity),
-        )
+        nodes = scale.nodes
+        per_node = scale.per_node or default_ranks_per_node(scale.nodes, need, capacity)
     elif scale.per_node is not None:
         nodes, per_node = sum(fits >= scale.per_node for fits in fitting) or 1, scale.per_node
     elif len(set(fitting)) < 2:

@@ -30,10 +30,8 @@ CONNECT_S = 30.0
 TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 STATE, SERVICES = "ray._private.state", "ray._private.services"
 MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
-NODE_MESSAGES, NODE_STUBS = (
-    "ray.core.generated.node_manager_pb2",
-    "ray.core.generated.node_manager_pb2_grpc",
-)
+NODE_MESSAGES = "ray.core.generated.node_manager_pb2"
+NODE_STUBS = "ray.core.generated.node_manager_pb2_grpc"
 POPEN = f"{SERVICES}:ConsolePopen"
 """What starts each process of Ray."""
 KILL = "ray._private.node:Node.kill_all_processes"

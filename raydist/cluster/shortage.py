@@ -196,10 +196,8 @@ def _occupied(node: Node, request: ResourceRequest) -> str:
 
     Empty for a node that would hold no more bundles if it were free.
     """
-    need, most = (
-        request.bundles[0],
-        1 if request.strategy == "STRICT_SPREAD" else len(request.bundles),
-    )
+    need = request.bundles[0]
+    most = 1 if request.strategy == "STRICT_SPREAD" else len(request.bundles)
     fits = min(most, fit_count(node.total, need))
     short = [name for name, amount in need.items() if fit_count(node.free, {name: amount}) < fits]
     taken = {name: node.total[name] - node.free.get(name, 0) for name in short}

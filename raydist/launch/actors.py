@@ -31,8 +31,10 @@ class Waiting:
     """
 
     def __init__(self, patience: float, events: Events) -> None:
-        self._patience, self._events = patience, events
-        self._began, self._reported = time.monotonic(), ""
+        self._patience = patience
+        self._events = events
+        self._began = time.monotonic()
+        self._reported = ""
 
     def report(self, reason: str) -> None:
         """Report that the wait continues. `reason`: what is missing, for a person."""

@@ -128,12 +128,10 @@ def have_shards_written(
     `within_s`: limit on the wait for each of these; None: until it is done, or the node is gone.
     `wanted`: returns whether the ranks still wait for it.
     """
-    step, mark, folder, began = (
-        shards.step,
-        uuid.uuid4().hex[:8],
-        described.folder,
-        time.perf_counter(),
-    )
+    step = shards.step
+    mark = uuid.uuid4().hex[:8]
+    folder = described.folder
+    began = time.perf_counter()
     path = ""
     try:
         requests = {
@@ -168,10 +166,8 @@ def _commit(
     within_s: float | None,
 ) -> str:
     """Have the first of these nodes commit what they have written; return the path, or ""."""
-    first, every = (
-        min(files),
-        {name: facts for each in files.values() for name, facts in each.items()},
-    )
+    first = min(files)
+    every = {name: facts for each in files.values() for name, facts in each.items()}
     request = CommitShards(shards.step, mark, shards.world_size, every, **vars(described))
     match _ask(nodes, {first: request}, emit, within_s).get(first):
         case SavedShards(path):

@@ -88,7 +88,9 @@ class Mailbox:
         send_within: Callable[[Mailbox, float], None],
         exchange: Exchange,
     ) -> None:
-        self._lock, self._send_within, self._exchange = lock, send_within, exchange
+        self._lock = lock
+        self._send_within = send_within
+        self._exchange = exchange
         self._unsent: list[NodeRequest] = []
         self._waiting: dict[int, Future[Any]] = {}
         """By number: the requests without an answer."""

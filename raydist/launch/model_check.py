@@ -46,7 +46,8 @@ class ModelCheck:
         path = tuple(map(os.path.abspath, sys.path))
         request = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
         answer, its_end = os.pipe()
-        self._answer, self._text = os.fdopen(answer, "rb", buffering=0), b""
+        self._answer = os.fdopen(answer, "rb", buffering=0)
+        self._text = b""
         # The server ends its child when this is closed.
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(OSError):  # without an answer the ranks find it

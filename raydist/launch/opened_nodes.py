@@ -54,7 +54,8 @@ class OpenedNodes:
     def add_standby(self, promoted: Mapping[str, tuple[str, Opened]]) -> None:
         """Add nodes that were opened without ranks, as StandbyNodes.promote returns them."""
         for node, (run, reply) in promoted.items():
-            self._runs[node], self._replies[node] = run, reply
+            self._runs[node] = run
+            self._replies[node] = reply
 
     def add_new(self, slots: Sequence[Slot]) -> None:
         """Name the fork servers of nodes that are opened after the others."""

@@ -79,8 +79,11 @@ class RayHosts(Hosts):
 
     def __init__(self, job: Job, address: str, held: Any, actors: Actors, events: Events) -> None:
         """`address`: of the cluster. `held`: the placement group."""
-        self._job, self._address, self._held = job, address, held
-        self._actors, self._events = actors, events
+        self._job = job
+        self._address = address
+        self._held = held
+        self._actors = actors
+        self._events = events
         self.ray_stays = not ray_private.started_processes()
         self.standby = None
         if validate.size_override(job.scale):

@@ -63,12 +63,12 @@ class StandbyNodes:
         self._min, self._max = (
             (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
         )
-        self._actors, self._events, self._wait_s = actors, events, scale.wait_s
-        self._nodes, self._create_group, self._reason_to_avoid = (
-            nodes,
-            create_group,
-            reason_to_avoid,
-        )
+        self._actors = actors
+        self._events = events
+        self._wait_s = scale.wait_s
+        self._nodes = nodes
+        self._create_group = create_group
+        self._reason_to_avoid = reason_to_avoid
         self._warm: dict[int, WarmNode] = {}
         """By bundle: the standby node on it."""
         self._request: Open | None = None
@@ -166,10 +166,8 @@ class StandbyNodes:
         It can if it can use more nodes and all standby nodes are warm.
         """
         self.refresh()
-        now, ready = (
-            len(self._actors.plan.nodes),
-            [warm for warm in self._warm.values() if warm.opened.done()],
-        )
+        now = len(self._actors.plan.nodes)
+        ready = [warm for warm in self._warm.values() if warm.opened.done()]
         if not self.elastic or not ready or len(ready) < len(self._warm) or now >= self._max:
             return ""
         return f"{counted(min(self._max, now + len(ready)), 'node')} now, {now} before"

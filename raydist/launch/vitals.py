@@ -57,10 +57,13 @@ class Vitals(AbstractContextManager["Vitals"]):
 
         `call`: asks the first agent of each node for its load.
         """
-        self._events, self._pace, self._call = events, pace, call
+        self._events = events
+        self._pace = pace
+        self._call = call
         self._leads = {slot.rank: slot.node.host for slot in plan.slots if slot.local_rank == 0}
         self._asked: dict[int, Future[NodeLoad]] = {}
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def __enter__(self) -> Vitals:
         threading.Thread(target=self._watch, name="raydist-vitals", daemon=True).start()

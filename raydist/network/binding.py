@@ -50,7 +50,9 @@ def bind_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Bindi
 
     ConfigError: the mode that scale.numa names is not possible there.
     """
-    mode, node, ranks = job.scale.numa, facts[lead.rank], lead.local_world_size
+    mode = job.scale.numa
+    node = facts[lead.rank]
+    ranks = lead.local_world_size
     if mode == "none" or plan.request.backend == "mpi":
         return Binding("scale.numa=none" if mode == "none" else "mpirun binds its ranks itself")
     if not node.numa:
@@ -140,7 +142,9 @@ def _bound(mode: str, why: str, node: Facts, homes: Sequence[int]) -> Binding:
 def _cpus(mode: str, node: Facts, homes: Sequence[int]) -> Iterator[Cpus]:
     by_number = {each.number: each for each in node.numa}
     for rank, home in enumerate(homes):
-        own, place, ranks = by_number[home], homes[:rank].count(home), homes.count(home)
+        own = by_number[home]
+        place = homes[:rank].count(home)
+        ranks = homes.count(home)
         match mode:
             case "node":
                 yield own.cpus

@@ -98,10 +98,8 @@ def levers(
     job: Job, plan: Plan, facts: Sequence[Facts], variables: Sequence[EnvVar]
 ) -> Iterator[Lever]:
     """Yield each lever for the ranks of rank 0's node. `variables`: those of rank 0."""
-    gpus, reasons = (
-        bool(plan.request.rank_resources.get("GPU")),
-        {var.name: var for var in variables},
-    )
+    gpus = bool(plan.request.rank_resources.get("GPU"))
+    reasons = {var.name: var for var in variables}
     binding = bind_node(job, plan, facts, plan.slots[0])
     yield Lever(
         "NUMA binding",

@@ -73,7 +73,9 @@ class Log:
 
 def parse_nccl_log(text: str) -> Log:
     """Parse the log of one rank; lines of other ranks and of other programs do no harm."""
-    network, why_not, counted = "", "", (0, 0)
+    network = ""
+    why_not = ""
+    counted = (0, 0)
     hcas: dict[str, None] = {}
     channels: dict[NcclChannel, None] = {}
     for line in text.splitlines():

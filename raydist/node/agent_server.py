@@ -159,7 +159,9 @@ class AgentServer:
         try:
             packet, fds, flags, _ = socket.recv_fds(agent, PACKET, DESCRIPTORS)
         except OSError:
-            packet, fds, flags = b"", [], 0
+            packet = b""
+            fds = []
+            flags = 0
         if not packet:
             self.disconnect(agent)
             return
@@ -338,7 +340,8 @@ class AgentServer:
                 return True
             except OSError:
                 traceback.print_exc()
-            self.start, self.reusable = "spawn", False
+            self.start = "spawn"
+            self.reusable = False
             try:
                 write_checkpoint(buffers.descriptors, request.last)
             except Exception:

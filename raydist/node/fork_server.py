@@ -146,7 +146,8 @@ class Server(AgentServer):
                 os.symlink(os.path.join(self.folder, name), os.path.join(run.folder, name))
             self.locks += lock_folder(run.folder)
         if self.keep:
-            self.keep, self.idle_s = run.keep_s > 0, run.keep_s or self.idle_s
+            self.keep = run.keep_s > 0
+            self.idle_s = run.keep_s or self.idle_s
         if run.guard:
             self.stay_with(run.guard)
 

@@ -36,7 +36,8 @@ class LoadReader:
         import psutil
 
         if self._cpu is None:
-            self._nvml, self._cpu = open_nvml(), cpu_seconds()
+            self._nvml = open_nvml()
+            self._cpu = cpu_seconds()
             time.sleep(FIRST_S)
         before, self._cpu = self._cpu, cpu_seconds()
         memory = psutil.virtual_memory()
@@ -94,10 +95,8 @@ def gpu_loads(nvml: Any) -> list[GpuLoad]:
         # A GPU that has fallen off the bus has no handle, and reports nothing.
         gpu = nvml_value(nvml.nvmlDeviceGetHandleByIndex, index)
         memory = nvml_value(nvml.nvmlDeviceGetMemoryInfo, gpu)
-        busy, milliwatts = (
-            nvml_value(nvml.nvmlDeviceGetUtilizationRates, gpu),
-            nvml_value(nvml.nvmlDeviceGetPowerUsage, gpu),
-        )
+        busy = nvml_value(nvml.nvmlDeviceGetUtilizationRates, gpu)
+        milliwatts = nvml_value(nvml.nvmlDeviceGetPowerUsage, gpu)
         found.append(
             {
                 "util": None if busy is None else busy.gpu / 100,

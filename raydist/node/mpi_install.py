@@ -107,7 +107,8 @@ def daemon(
     """
     text = " ".join(argv)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split, lexer.commenters = True, ""
+    lexer.whitespace_split = True
+    lexer.commenters = ""
     try:
         tokens = list(lexer)
     except ValueError:

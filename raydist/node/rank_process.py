@@ -99,7 +99,9 @@ class RankProcess:
         self.reports = forked.reports
         self.channel = RankChannel(forked.channel, self._add_event)
         self.end: RankEnd | None = None
-        self._server, self._writer, self._explain = server, writer, explain
+        self._server = server
+        self._writer = writer
+        self._explain = explain
         self._oom_count = oom.read_count(self.pid)
         """The kernel's count of OOM kills when the rank started."""
         self._stopping = False

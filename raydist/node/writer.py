@@ -25,7 +25,9 @@ class Writer:
         self, server: ForkClient, add_event: Callable[[EventJson], None], spawn: Spawn
     ) -> None:
         """`spawn`: creates a task that ends with the agent."""
-        self._server, self._add_event, self._spawn = server, add_event, spawn
+        self._server = server
+        self._add_event = add_event
+        self._spawn = spawn
         self._reply: ShardsReply | None = None
         self.reading: asyncio.Task[None] | None = None
         """The task that reads what the last process sends, and ends with it."""

@@ -50,7 +50,9 @@ class AgentCalls:
         events: Events,
         post: Callable[[AgentAnswer | NodeAnswer | ReachableNodes], None],
     ) -> None:
-        self._group, self._events, self._post = group, events, post
+        self._group = group
+        self._events = events
+        self._post = post
         self._silences = Silences(deadlines.agent_limit(group.plan.world_size))
         self._clocks = Clocks()
         self._answered: dict[int, float] = {}

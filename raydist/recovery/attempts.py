@@ -36,7 +36,8 @@ class Attempts:
     def __init__(self, job: Job, call: RemoteCall | None, events: Events) -> None:
         self.outcome: Attempt | None = None
         """The last attempt, which contains the earlier ones; None until the run is over."""
-        self._call, self._events = call, events
+        self._call = call
+        self._events = events
         self._checkpoints = run_storage.RunCheckpoints(job)
         self._past: list[Attempt] = []
         self._elsewhere: Retry | None = None

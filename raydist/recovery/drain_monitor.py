@@ -22,7 +22,8 @@ class DrainMonitor(AbstractContextManager["DrainMonitor"]):
     """
 
     def __init__(self, group: WorkerGroup, post: Callable[[DrainNotice], None]) -> None:
-        self._group, self._post = group, post
+        self._group = group
+        self._post = post
         self._closed = threading.Event()
 
     def __enter__(self) -> DrainMonitor:

@@ -59,7 +59,8 @@ class StallCheck:
                 pace.steps.append((at - pace.stepped) / (step - pace.beat[0]))
                 pace.learnt += step - pace.beat[0]
             pace.stepped = at
-        pace.beat, pace.heard = beat, now
+        pace.beat = beat
+        pace.heard = now
         self.again = 0.0
 
     def forget(self, rank: int) -> None:

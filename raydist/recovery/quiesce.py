@@ -26,7 +26,8 @@ class Quiesce(AbstractContextManager["Quiesce"]):
     """
 
     def __init__(self, group: WorkerGroup, script: bool) -> None:
-        self._group, self._script = group, script
+        self._group = group
+        self._script = script
         self._requested = self._fit = self._asked = False
         self._left: set[int] = set()
         self._closed = threading.Event()

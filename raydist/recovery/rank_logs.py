@@ -14,7 +14,8 @@ class RankLogs(AbstractContextManager["RankLogs"]):
     """The log files of one attempt, open for appending inside the `with` block."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        self._folder, self._ranks = folder, ranks
+        self._folder = folder
+        self._ranks = ranks
         self._files: list[IO[bytes]] = []
         self._stack = ExitStack()
 

@@ -31,7 +31,9 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
     def __init__(
         self, group: WorkerGroup, events: Events, post: Callable[[NodesJoined], None]
     ) -> None:
-        self._group, self._events, self._post = group, events, post
+        self._group = group
+        self._events = events
+        self._post = post
         self._warned = ""
         """The last warning."""
         self._closed = threading.Event()

@@ -60,7 +60,8 @@ class Supervisor:
         """`retry`: why there is this attempt, if it is not the first."""
         self.ends: dict[int, End] = {}
         self._phase: Phase = phases.Running()
-        self._group, self._events = group, events
+        self._group = group
+        self._events = events
         self._logs = RankLogs(logs, self._world)
         self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
         post = self._messages.put  # a signal handler may call SimpleQueue.put
@@ -89,7 +90,9 @@ class Supervisor:
 
     def run(self) -> list[End]:
         """Return how each rank ended, by rank. A signal ends them all, and is kept in `stopped`."""
-        group, events, post = self._group, self._events, self._messages.put
+        group = self._group
+        events = self._events
+        post = self._messages.put
         with ExitStack() as stack:
             stack.enter_context(signals.passed_to(post))
             stack.enter_context(self._logs)

@@ -26,7 +26,8 @@ class Cell(Lines):
     def __init__(self, stream: TextIO, every_s: float) -> None:
         super().__init__(stream, every_s)
         self._handle: Any = None
-        self._launch, self._replaced = "launch", -math.inf
+        self._launch = "launch"
+        self._replaced = -math.inf
 
     def phase(self, name: str, seconds: float) -> None:
         """Append the time of a part of the launch to the live line."""

@@ -129,7 +129,9 @@ class Failures:
         t, now = happened.t, self.open
         match happened:
             case kinds.Run():
-                self.found, self.saved, self.before = [], (0, ""), happened.pages
+                self.found = []
+                self.saved = (0, "")
+                self.before = happened.pages
             case kinds.HasPlan():
                 if now and isinstance(happened, kinds.Resize):
                     now.resized = (happened.before, happened.nodes)
@@ -148,7 +150,8 @@ class Failures:
                 ):
                     self.marks["save"] = t
             case kinds.Restart() if now:
-                now.restart, self.marks = happened, {}
+                now.restart = happened
+                self.marks = {}
             case kinds.Placed():
                 self.marks["place"] = t
                 self._seat(happened)
@@ -185,7 +188,8 @@ class Failures:
         if (before := self.open) is not None:
             before.status = "restarted"  # it failed again before it had completed a step
         detected = max(cause["at"], min(self.stopped or t, t))
-        self.stopped, self.before_it = 0.0, self.slots
+        self.stopped = 0.0
+        self.before_it = self.slots
         number = len(self.found) + 1
         made = Failure(
             number=number,
@@ -204,16 +208,15 @@ class Failures:
         return made
 
     def _restarted(self, failure: Failure, happened: kinds.Restarted) -> Failure:
-        failure.s, failure.repeated, failure.status = (
-            happened.s,
-            happened.repeated,
-            "restarted",
-        )
+        failure.s = happened.s
+        failure.repeated = happened.repeated
+        failure.status = "restarted"
         before, end = failure.t, failure.at + happened.s
         for part in PARTS[2:]:
             if part == "first step" or part in self.marks:
                 now = min(max(before, self.marks.get(part, end)), end)
-                failure.parts[part], before = now - before, now
+                failure.parts[part] = now - before
+                before = now
         return failure
 
     def _over(self, failure: Failure, result: kinds.Result) -> Failure | None:

@@ -64,7 +64,8 @@ class Spent:
         # A second report of the same step is an evaluation, whose time does not belong to a step.
         if not self.steps or report.step != self.steps[-1].step:
             self.steps = (*self.steps[:1], report)
-            self.between_s, self.waiting_s = self.between_s + self.waiting_s, 0.0
+            self.between_s += self.waiting_s
+            self.waiting_s = 0.0
 
     def _end_attempt(self) -> None:
         """Move this attempt's times to those of earlier attempts."""
@@ -73,13 +74,11 @@ class Spent:
         self.earlier_s += self._attempt_s()
         for what, s in self.now.items():
             self.other_s[what] = self.other_s.get(what, 0.0) + s
-        self.steps, self.now, self.counted_s, self.between_s, self.waiting_s = (
-            (),
-            {},
-            None,
-            0.0,
-            0.0,
-        )
+        self.steps = ()
+        self.now = {}
+        self.counted_s = None
+        self.between_s = 0.0
+        self.waiting_s = 0.0
 
     def _attempt_s(self) -> float:
         """Return the seconds in steps of this attempt, as counted by the loop.

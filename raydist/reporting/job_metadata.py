@@ -77,7 +77,8 @@ class JobMetadata:
     """
 
     def __init__(self, settings: Watch) -> None:
-        self._id, self._dir = submission_id() if settings.job_metadata else "", ""
+        self._id = submission_id() if settings.job_metadata else ""
+        self._dir = ""
 
     def __call__(self, event: Event) -> None:
         if not self._id:

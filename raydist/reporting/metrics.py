@@ -83,11 +83,14 @@ class Metrics(AbstractContextManager["Metrics"]):
         `run`: the label of all series. `figures`: reads each event before this reader does. `warn`:
         prints a warning.
         """
-        self._run, self._figures, self._warn = run, figures, warn
+        self._run = run
+        self._figures = figures
+        self._warn = warn
         self._made: dict[str, Any] = {}
         self._gauges: dict[Series, float] = {}
         """The newest value of each gauge, which the thread sets again."""
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="raydist-metrics", daemon=True)
         self._progress = Progress()
         self._names = set[str]()

@@ -24,7 +24,8 @@ class Pages:
 
         `failures`: reads each event before this reader does.
         """
-        self._folder, self._failures = folder, failures
+        self._folder = folder
+        self._failures = failures
 
     def __call__(self, event: Event) -> None:
         if (failure := self._failures.changed) is not None:

@@ -233,7 +233,8 @@ class Figures:
 
     def add(self, happened: Event) -> None:
         """Process one event. Only rank 0's events count, except for warnings."""
-        self.began, self.ended = happened.t if self.began is None else self.began, happened.t
+        self.began = happened.t if self.began is None else self.began
+        self.ended = happened.t
         self.spent.add(happened)
         match happened:
             case kinds.Warning():

@@ -44,11 +44,13 @@ class Trace:
             case kinds.HasSlots():
                 self._place(event)
             case kinds.StartsAttempt():
-                self._since, self._steps = {}, {}
+                self._since = {}
+                self._steps = {}
             case kinds.Phase():
                 self._span(event.name, event.t - event.s, event.s, RUN, PHASES)
             case kinds.Begin():
-                self._since[event.rank], self._steps[event.rank] = event.t, event.resumed or 0
+                self._since[event.rank] = event.t
+                self._steps[event.rank] = event.resumed or 0
             case kinds.Report():
                 self._on_report(event)
             case kinds.Spent():
@@ -62,7 +64,8 @@ class Trace:
                 begin, args = event.t - event.s, {"path": event.path}
                 self._span(f"step {event.step}", begin, event.s, RUN, SAVES, args=args)
             case kinds.Failure():
-                self._failed, cause = event, event.cause
+                self._failed = event
+                cause = event.cause
                 text = f"{cause['how']} at step {cause['step']}"
                 self._mark(text, cause["at"], *self._seat(cause["rank"]))
             case kinds.Restarted() if self._failed is not None:
@@ -92,7 +95,9 @@ class Trace:
             self._seats[slot["rank"]] = host
 
     def _on_report(self, event: kinds.Report) -> None:
-        rank, step, before = event.rank, event.step, self._steps.get(event.rank)
+        rank = event.rank
+        step = event.step
+        before = self._steps.get(event.rank)
         if step is None or step == before:
             return
         since = self._since.get(rank)
@@ -100,7 +105,8 @@ class Trace:
             # for ranks other than 0, not every report arrives
             name = f"step {step}" if step == before + 1 else f"steps {before + 1}-{step}"
             self._span(name, since, event.t - since, *self._seat(rank), args=event.values)
-        self._since[rank], self._steps[rank] = event.t, step
+        self._since[rank] = event.t
+        self._steps[rank] = step
 
     def _failure(self, failed: kinds.Failure, end: float) -> None:
         """Add a span from the failure's beginning to the next step, or to the end of the run."""

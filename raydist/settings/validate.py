@@ -144,10 +144,8 @@ def _check_horovod(backend: Backend, init_method: str) -> None:
             "init_method", init_method, "Horovod has its own rendezvous", "init_method=env"
         )
     if 0 < settings.stall_fail_s <= settings.stall_warn_s:
-        cause, example = (
-            "must be 0, or more than stall_warn_s",
-            f"{name}.stall_fail_s={2 * settings.stall_warn_s}",
-        )
+        cause = "must be 0, or more than stall_warn_s"
+        example = f"{name}.stall_fail_s={2 * settings.stall_warn_s}"
         raise ConfigError.of(f"{name}.stall_fail_s", settings.stall_fail_s, cause, example)
     for ranks in settings.process_sets:
         if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):

@@ -48,7 +48,9 @@ def fill(args: Sequence[str], env: Mapping[str, str], init_method: str, backend:
     values |= {"init_method": meeting_url(env, init_method), "backend": backend}
 
     def put(match: re.Match[str]) -> str:
-        left, name, right = match[1], match[2], match[3]
+        left = match[1]
+        name = match[2]
+        right = match[3]
         if min(len(left), len(right)) > 1:
             return f"{left[1:]}{name}{right[1:]}"
         return f"{left[1:]}{values[name]}{right[1:]}"

@@ -119,7 +119,8 @@ class RankPlanner:
             items = [
                 item for item in plan.items if _writes(planner.state_dict[item.index.fqn], first)
             ]
-            self._layout, self._plan = layout, pickle.dumps(replace(plan, items=items))
+            self._plan = pickle.dumps(replace(plan, items=items))
+            self._layout = layout
         return self._plan
 
 
@@ -246,7 +247,9 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
 
     ValueError: the shards of a tensor leave a gap.
     """
-    files, plans, results = _Files(folder), [], []
+    files = _Files(folder)
+    plans = []
+    results = []
     for name in map(_plan_name, range(ranks)):
         plan, written = _Unpickler(io.BytesIO((folder / name).read_bytes())).load()
         plans.append(plan)

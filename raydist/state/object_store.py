@@ -177,7 +177,9 @@ class Hashing:
     """A file to write to that counts its bytes, and hashes them with XXH3-128."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._hash, self.bytes = file, xxh3_128(), 0
+        self._file = file
+        self._hash = xxh3_128()
+        self.bytes = 0
 
     def write(self, block: bytes) -> int:
         self._hash.update(block)

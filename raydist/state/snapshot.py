@@ -196,10 +196,8 @@ class SnapshotBuffer:
         memory itself.
         """
         kept = self.read(slot, clone="none")
-        request, snapshot = (
-            SaveRequest(**kept["request"]),
-            kept["snapshot"] if snapshot is None else snapshot,
-        )
+        request = SaveRequest(**kept["request"])
+        snapshot = kept["snapshot"] if snapshot is None else snapshot
         whole = self.read(snapshot, clone="none") if snapshot >= 0 else {}
         whole.pop("own", None)
         return replace(request, state={**whole, **request.state})

@@ -109,15 +109,17 @@ class Conductor:
         `most`: total number of trials. `wanted`: the objectives. `trials`: of an earlier part of
         the sweep. `summarize`: writes the summary of the sweep.
         """
-        self.trials, self.results = trials, dict[int, Result[Any]]()
-        self._space, self._sampler, self._sweep, self._most, self._wanted = (
-            space,
-            sampler,
-            sweep,
-            most,
-            wanted,
-        )
-        self._folder, self._screen, self._summarize, self._call = folder, screen, summarize, call
+        self.trials = trials
+        self.results = dict[int, Result[Any]]()
+        self._space = space
+        self._sampler = sampler
+        self._sweep = sweep
+        self._most = most
+        self._wanted = wanted
+        self._folder = folder
+        self._screen = screen
+        self._summarize = summarize
+        self._call = call
         self._rule = Prune(
             sweep.prune, wanted[0] if wanted else Objective("", 1), sweep.min_steps, sweep.reduction
         )
@@ -284,7 +286,8 @@ class Conductor:
 
     def _over(self, message: Over) -> None:
         live, before = self._live.pop(message.number), self.trials[message.number]
-        self._look_at, self._look_s = 0.0, POLL_S
+        self._look_at = 0.0
+        self._look_s = POLL_S
         trial = self.trials[message.number] = replace(
             before,
             step=max(live.watched.step, before.step),
@@ -356,10 +359,8 @@ class Conductor:
 
 def write_settings(job: Job, settings: Mapping[str, str]) -> None:
     """Write the settings into a run folder."""
-    folder, own = (
-        Path(job.dir, ".hydra"),
-        OmegaConf.create([f"{key}={value}" for key, value in settings.items()]),
-    )
+    folder = Path(job.dir, ".hydra")
+    own = OmegaConf.create([f"{key}={value}" for key, value in settings.items()])
     with suppress(OSError):  # a full disk: the record of the trial warns
         folder.mkdir(parents=True, exist_ok=True)
         save_settings(job, folder / "config.yaml")

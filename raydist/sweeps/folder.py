@@ -34,7 +34,8 @@ class Folder:
 
     def __init__(self, path: Path, warn: Callable[[str], None] = lambda text: None) -> None:
         """Lock the folder. ConfigError: another process runs the sweep."""
-        self.path, self.warn = path, warn
+        self.path = path
+        self.warn = warn
         self._full = False
         self._lock = _locked(path)
 

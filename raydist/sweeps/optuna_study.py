@@ -64,7 +64,10 @@ class OptunaSampler:
         `journal`: its file; no other process writes to it. `warn`: gets what a person should
         know.
         """
-        self._name, self._sweep, self._space, self._warn = name, sweep, space, warn
+        self._name = name
+        self._sweep = sweep
+        self._space = space
+        self._warn = warn
         self._wanted = objectives(sweep.objective)
         self._distributions = {key: _distribution(part) for key, part in space.parts.items()}
         self._journal = journal

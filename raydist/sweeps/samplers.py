@@ -41,7 +41,8 @@ class Random:
     """Random settings, which depend only on the seed and the trial's number."""
 
     def __init__(self, space: Space, seed: int) -> None:
-        self._space, self._seed = space, seed
+        self._space = space
+        self._seed = seed
 
     def propose(self, number: int) -> dict[str, str]:
         return self._space.draw(self._seed, number)

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 
 from raydist.tools.bandwidth_figures import Row, size_text
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 860, 460, 70, 20, 150, 50
+WIDTH = 860
+HEIGHT = 460
+LEFT = 70
+TOP = 20
+RIGHT = 150
+BOTTOM = 50
 COLOURS = (
     "#1f77b4",
     "#ff7f0e",

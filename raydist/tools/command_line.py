@@ -34,7 +34,8 @@ class ToolParser(Parser):
     def positional(self, metavar: str, help: str) -> None:
         """Replace the overrides by this argument."""
         (action,) = (action for action in self._actions if action.dest == "overrides")
-        action.metavar, action.help = metavar, help
+        action.metavar = metavar
+        action.help = help
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the flags and `overrides`.

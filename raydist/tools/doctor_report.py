@@ -74,7 +74,8 @@ class Report:
 
     def measured(self, trips: Sequence[Sequence[Trip] | None], took_s: float) -> None:
         """Record the calls from every node to every other node."""
-        self.trips, self.took_s = trips, took_s
+        self.trips = trips
+        self.took_s = took_s
 
     @property
     def findings(self) -> list[Finding]:

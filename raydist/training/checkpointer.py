@@ -69,7 +69,8 @@ class WholeCheckpointer:
     """The states of a model that each rank has whole: one of them writes."""
 
     def __init__(self, job: Job, comm: Comm) -> None:
-        self.job, self.comm = job, comm
+        self.job = job
+        self.comm = comm
         self.snapshots = Snapshotter(job, comm)
         self.saved = 0
 
@@ -139,7 +140,8 @@ class ShardCheckpointer:
     """The states of a sharded model: each rank keeps its shards, the next node a copy of them."""
 
     def __init__(self, job: Job, comm: Comm) -> None:
-        self.job, self.comm = job, comm
+        self.job = job
+        self.comm = comm
         self.saved = 0
         current = context.current()
         self.keeps = current.memory is not None and job.snapshot.every != 0

@@ -102,7 +102,8 @@ class Order:
 
     def next_epoch(self) -> None:
         """Begin the next epoch."""
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch += 1
+        self.position = 0
 
     def place(self) -> State:
         """Return the position, which is equal on all ranks, for a kept state."""
@@ -118,7 +119,8 @@ class Order:
 
     def go_on(self, place: State, own: State | None) -> None:
         """Continue at a position. `own`: what was kept of this rank; None: nothing."""
-        self.epoch, self.position = place["epoch"], place["position"]
+        self.epoch = place["epoch"]
+        self.position = place["position"]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -333,7 +335,9 @@ def order(
     `rank`, `world_size`: among the ranks that get different samples. ConfigError: the samples do
     not fill one step.
     """
-    settings, accumulate, even = job.data, job.train.accumulate, job.scale.max_nodes is None
+    settings = job.data
+    accumulate = job.train.accumulate
+    even = job.scale.max_nodes is None
     size, batch = size_of(samples, "train"), global_batch(settings, accumulate, world_size, even)
     if size < batch:
         fits = size // (accumulate * world_size)

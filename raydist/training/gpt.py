@@ -55,7 +55,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.theta, self.head = shape.theta, shape.width // shape.heads
+        self.theta = shape.theta
+        self.head = shape.width // shape.heads
         self.query = nn.Linear(shape.width, shape.heads * self.head, bias=False)
         self.key = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
         self.value = nn.Linear(shape.width, shape.kv_heads * self.head, bias=False)
@@ -117,11 +118,10 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.layers = shape.layers
-        self.attention_norm, self.attention = nn.RMSNorm(shape.width, eps=1e-5), Attention(shape)
-        self.feed_forward_norm, self.feed_forward = (
-            nn.RMSNorm(shape.width, eps=1e-5),
-            FeedForward(shape),
-        )
+        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed_forward = FeedForward(shape)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

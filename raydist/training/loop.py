@@ -171,9 +171,12 @@ class Training:
         checkpointer: Checkpointer,
         waits: DataWait,
     ) -> None:
-        self.job, self.state = job, state
-        self.batches, self.tests = batches, tests
-        self.checkpointer, self.waits = checkpointer, waits
+        self.job = job
+        self.state = state
+        self.batches = batches
+        self.tests = tests
+        self.checkpointer = checkpointer
+        self.waits = waits
         self.reporter = MetricReporter(state.stepper.model.device)
         self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
         self.results: dict[str, float] = {}
@@ -182,7 +185,9 @@ class Training:
 
     def run(self) -> dict[str, float]:
         """Train from the current step to the end; return the last loss and the last metrics."""
-        progress, order, stepper = self.state.progress, self.state.order, self.state.stepper
+        progress = self.state.progress
+        order = self.state.order
+        stepper = self.state.stepper
         evaluate_every, save_every = self.job.train.evaluate_every, self.job.checkpoint.every
         self._announce()
         while progress.more:

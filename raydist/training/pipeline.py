@@ -67,18 +67,14 @@ class PipelineComm(ShardedComm):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         blocks, empty = self.prepare(model), on_meta(model)
-        parts, stage = (
-            stages.cut_model(model, blocks, self.shape.pp),
-            self.everyone.get_local_rank("pp"),
-        )
+        parts = stages.cut_model(model, blocks, self.shape.pp)
+        stage = self.everyone.get_local_rank("pp")
         part, names = parts[stage], Names.of(model, parts[stage])
         tied = stages.shared(model, parts)
         self.shard(part, blocks, model, last=stage == self.shape.pp - 1)
         stages.forget_others(model, part)
-        groups, here = (
-            self._groups_of({*tied.values()}),
-            {whole: name for name, whole in names.first.items()},
-        )
+        groups = self._groups_of({*tied.values()})
+        here = {whole: name for name, whole in names.first.items()}
         # In the order of the model, so that stages that share a group use it in the same order.
         for whole, held in tied.items():
             if whole in here and whole in names.trained:
@@ -152,9 +148,12 @@ class Pipeline(nn.Module):
 
     def __init__(self, part: nn.Module, comm: PipelineComm, names: Names) -> None:
         super().__init__()
-        self.part, self.names = part, names
-        self._comm, self._group = comm, comm.everyone.get_group("pp")
-        self._stage, self._stages = comm.everyone.get_local_rank("pp"), comm.shape.pp
+        self.part = part
+        self.names = names
+        self._comm = comm
+        self._group = comm.everyone.get_group("pp")
+        self._stage = comm.everyone.get_local_rank("pp")
+        self._stages = comm.shape.pp
         self._microbatches = microbatches(comm.job, comm.shape)
         self._train: PipelineScheduleSingle | None = None
         self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None

@@ -50,7 +50,8 @@ class RankModel:
         self, job: Job, model: torch.nn.Module, comm: Comm, device: torch.device, rate: float
     ) -> None:
         """Set up the model for training. `rate`: the learning rate after the warm-up."""
-        self.comm, self.device = comm, device
+        self.comm = comm
+        self.device = device
         speed_up_gpu(job, device)
         last = not comm.sharded and channels_last(job, model, device)  # shards are contiguous
         memory_format = torch.channels_last if last else torch.preserve_format
@@ -100,7 +101,8 @@ class BatchCopier:
     """Copies batches to the device of a model, and to its memory format."""
 
     def __init__(self, device: torch.device, memory_format: torch.memory_format) -> None:
-        self.device, self.format = device, memory_format
+        self.device = device
+        self.format = memory_format
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def copy_ahead(self, batch: Any) -> Any:

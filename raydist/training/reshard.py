@@ -50,12 +50,16 @@ class PartsReader(FileSystemReader):
         Over all ranks each part is provided once.
         """
         super().__init__("")
-        self._parts, self._group = parts, group
-        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self._parts = parts
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world = dist.get_world_size(group)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._values, self._holder = dict[tuple[int, int], bytes](), dict[int, int]()
-        self._planners, self._plans = dict[int, PartPlanner](), dict[int, Any]()
+        self._values = dict[tuple[int, int], bytes]()
+        self._holder = dict[int, int]()
+        self._planners = dict[int, PartPlanner]()
+        self._plans = dict[int, Any]()
         for rank, part in self._parts.items():
             self._planners[rank] = PartPlanner()
             self._planners[rank].set_up_planner(part.state)
@@ -65,7 +69,8 @@ class PartsReader(FileSystemReader):
         }
         for holder, replies in enumerate(self._gather(to_bytes(own))):
             for rank, each in from_bytes(replies).items():
-                self._holder[rank], self._plans[rank] = holder, read_plan(each["plan"])
+                self._plans[rank] = read_plan(each["plan"])
+                self._holder[rank] = holder
                 self._values |= {(rank, number): text for number, text in each["values"].items()}
         plans = sorted(self._plans.items())
         metadata = joined_metadata([plan for _, plan in plans])

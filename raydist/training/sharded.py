@@ -334,7 +334,8 @@ class Ring:
     def __init__(self, descriptor: int, me: context.Rank) -> None:
         self._cuda = me.device if me.device.type == "cuda" else None
         self._memory: SnapshotBuffer | None = SnapshotBuffer(descriptor, device_of(me.device))
-        self._rank, self._world = me.rank, me.world_size
+        self._rank = me.rank
+        self._world = me.world_size
         self._planner = RankPlanner(me.rank)
         self._group: Any = new_group(backend="gloo")
         self._holders = holders([int(row[0]) for row in self._gather(me.node_rank)])
@@ -410,7 +411,9 @@ class Ring:
             return
         if self._holders is None:
             return
-        source, into, why = self._holders.index(self._rank), -1, ""
+        source = self._holders.index(self._rank)
+        into = -1
+        why = ""
         try:
             into = self._memory.open_replica(*rows[source][1:])
         except NoRoom as error:

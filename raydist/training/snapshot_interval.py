@@ -40,14 +40,19 @@ class SnapshotInterval:
         of the cost of a snapshot if snapshots are spaced. `copy_s`: the seconds for which this work
         ran alongside the steps.
         """
-        self.every, self._fixed = every or 1, every is not None
-        self._comm, self._device = comm, device
-        self._wait_for_copy, self._copy_s = wait_for_copy, copy_s
+        self.every = every or 1
+        self._fixed = every is not None
+        self._comm = comm
+        self._device = device
+        self._wait_for_copy = wait_for_copy
+        self._copy_s = copy_s
         self._costs: deque[tuple[Mark, Mark]] = deque(maxlen=COSTS)
         """The begin and the end, in the queue of the device, of the last snapshots; `_steps` has
         those of the last steps."""
         self._steps: deque[tuple[Mark, Mark]] = deque(maxlen=MEASURED)
-        self._count, self._kept_count, self._look = 0, 0, FIRST_LOOK
+        self._count = 0
+        self._kept_count = 0
+        self._look = FIRST_LOOK
         self._since = device.mark()
 
     def go_on(self) -> None:

@@ -84,7 +84,9 @@ class Snapshotter:
 
     def __init__(self, job: Job, comm: Comm) -> None:
         current = context.current()
-        self._me, self._comm, self._job = current.rank, comm, job
+        self._me = current.rank
+        self._comm = comm
+        self._job = job
         # the same value on all ranks, because choosing a snapshot is a collective
         self.on = current.memory is not None and job.snapshot.every != 0
         _, lead = current.memory or (-1, -1)

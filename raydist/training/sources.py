@@ -133,8 +133,10 @@ class Stream(data.Order):
         note_wait: Callable[[float], None],
     ) -> None:
         super().__init__(**{each: getattr(order, each) for each in order.__dataclass_fields__})
-        self.deal, self.name = deal, name
-        self._comm, self.all_of = comm, collective(comm)
+        self.deal = deal
+        self.name = name
+        self._comm = comm
+        self.all_of = collective(comm)
         self.note_wait = note_wait
         self._steps: Iterator[Step] | None = None
         self._next: Step | None = None
@@ -167,7 +169,8 @@ class Stream(data.Order):
         return self._next is not None
 
     def _open(self) -> Iterator[Step]:
-        self.deal.epoch, self.deal.state = self.epoch, self._state
+        self.deal.epoch = self.epoch
+        self.deal.state = self._state
         self.deal.begin = self.position * self.deal.count // self.global_batch
         return self.deal.steps()
 
@@ -280,7 +283,8 @@ class Stream(data.Order):
         super().go_on(place, own)
         saved_by, now = place.get("ranks", 0), 0 if self.common else self.world_size
         if self.position and (saved_by != now or self.deal.kind == "ray"):
-            self.position, own = 0, None
+            self.position = 0
+            own = None
             if self.rank == 0:
                 why = (
                     "Ray Data"

@@ -46,11 +46,9 @@ def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> lis
         raise ConfigError.of(
             "parallel.pp", stages, cause, f"parallel.pp={len(calls)}", "parallel.blocks=CLASS"
         )
-    begins, stage_of, stage = (
-        {calls[len(calls) * number // stages] for number in range(1, stages)},
-        {},
-        0,
-    )
+    begins = {calls[len(calls) * number // stages] for number in range(1, stages)}
+    stage_of = {}
+    stage = 0
     for node in graph.nodes:
         stage += node in begins
         stage_of[node] = stages - 1 if node.op == "output" else stage

@@ -34,7 +34,9 @@ class Stepper:
         shares: Sequence[float] = (),
     ) -> None:
         """`shares`: the weight of each micro-batch, if their sizes differ among ranks."""
-        self.model, self.loss, self.schedule = model, loss, schedule
+        self.model = model
+        self.loss = loss
+        self.schedule = schedule
         self.shares = shares or [1 / settings.accumulate] * settings.accumulate
         self.max_norm = settings.clip
         self.gradients_checked = False

@@ -51,7 +51,8 @@ class TokenFiles(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             raise ConfigError(
                 f"TokenFiles({wrong}): length must be at least 1, dtype one of {', '.join(TYPES)}"
             )
-        self.length, self.dtype = length, dtype
+        self.length = length
+        self.dtype = dtype
         self.files = [file.absolute() for file in token_files(files)]
         self._maps: dict[int, Any] = {}
         counts = ((len(self._tokens(number)) - 1) // length for number in range(len(self.files)))

@@ -104,7 +104,9 @@ class TrainingState:
         self, job: Job, stepper: Stepper, order: Order, progress: TrainingProgress
     ) -> None:
         self.job = job
-        self.stepper, self.order, self.progress = stepper, order, progress
+        self.stepper = stepper
+        self.order = order
+        self.progress = progress
 
     def position(self) -> State:
         """Return the position in the data, which is equal on all ranks."""

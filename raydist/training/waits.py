@@ -38,9 +38,14 @@ class DataWait:
     """The seconds for which one rank waits for its data."""
 
     def __init__(self, comm: Comm, device: torch.device, workers: int) -> None:
-        self._comm, self._device, self._workers = comm, device, workers
-        self._waited, self._since = 0.0, time.perf_counter()
-        self._count, self._look, self._told = 0, FIRST_LOOK, False
+        self._comm = comm
+        self._device = device
+        self._workers = workers
+        self._waited = 0.0
+        self._since = time.perf_counter()
+        self._count = 0
+        self._look = FIRST_LOOK
+        self._told = False
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, and count the time to get each."""
@@ -67,14 +72,16 @@ class DataWait:
         self._count += 1
         if self._told or self._count < self._look:
             return
-        now, self._look = time.perf_counter(), 2 * self._look
+        now = time.perf_counter()
+        self._look = 2 * self._look
         mine = torch.tensor([self._waited, now - self._since], dtype=torch.float64)
         rows = [(float(row[0]), float(row[1])) for row in self._comm.gather(mine)]
         if self._count > FIRST_LOOK and (found := finding(rows, kind, self._workers)):
             self._told = True  # on all ranks, because they have the same rows
             if context.rank().rank == found[0]:
                 context.warn(found[1])
-        self._waited, self._since = 0.0, now
+        self._waited = 0.0
+        self._since = now
 
 
 def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> tuple[int, str] | None:
@@ -86,10 +93,8 @@ def finding(rows: Sequence[tuple[float, float]], kind: str, workers: int) -> tup
     waited, all_s = max(rows)
     if all_s < LEAST_S or waited <= all_s * SHARES[0] / 100:
         return None
-    rank, share = (
-        rows.index((waited, all_s)),
-        max(each for each in SHARES if waited > all_s * each / 100),
-    )
+    rank = rows.index((waited, all_s))
+    share = max(each for each in SHARES if waited > all_s * each / 100)
     who = f"rank {rank} waits" if len(rows) > 1 else "the training waits"
     what = ADVICE[kind][workers > 0].format(more=2 * workers)
     return rank, f"{who} for data more than {share}% of the time: {what}"

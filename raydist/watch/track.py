@@ -42,7 +42,8 @@ class Trackers(AbstractContextManager["Trackers"]):
     """The processes of all trackers of a run."""
 
     def __init__(self, job: Job, events: Events) -> None:
-        self._job, self._events = job, events
+        self._job = job
+        self._events = events
         before = resumed_folder(job, events) if job.track else None
         names = [*job.track, *(["kubeflow"] if KUBEFLOW in os.environ else [])]
         self._all: list[TrackerProcess] = []
@@ -90,7 +91,8 @@ class TrackerProcess:
 
         `before`: the folder of the run that this one resumes.
         """
-        self.name, self._events = name, events
+        self.name = name
+        self._events = events
         self._variables: dict[str, str] = {}
         self._ready = threading.Event()
         self._warned = False

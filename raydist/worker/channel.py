@@ -175,10 +175,8 @@ class Channel:
             entries, gap = stacks.collectives()
         # Another torch has other private functions; this thread must continue.
         except Exception as error:
-            entries, gap = (
-                [],
-                f"torch's flight recorder could not be read ({type(error).__name__}: {error})",
-            )
+            entries = []
+            gap = f"torch's flight recorder could not be read ({type(error).__name__}: {error})"
         self.reply(Activity(stack, entries))
         if gap and not self._reported_gap and context.rank().rank == 0:
             self.emit(kinds.Warning(text=gap))

@@ -31,7 +31,8 @@ class PauseMeter:
 
     def __init__(self, note: Callable[[float], None]) -> None:
         self._note = note
-        self._paused, self._began = 0.0, 0.0
+        self._paused = 0.0
+        self._began = 0.0
         self._marks: deque[tuple[float, float]] = deque(maxlen=NEWEST)
         """(time, seconds of all pauses until then) at each step."""
         self._steps = 0
@@ -57,7 +58,8 @@ class CommonCollection:
     """Full collections after every `every` optimizer steps, which all ranks make together."""
 
     def __init__(self, every: int) -> None:
-        self._every, self._steps = every, 0
+        self._every = every
+        self._steps = 0
 
     def step(self) -> None:
         """Count an optimizer step, and collect if it is due."""

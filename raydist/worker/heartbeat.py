@@ -40,14 +40,17 @@ def write_beat(page: mmap.mmap, step: int, phase: int, at: float) -> None:
     """Write the heartbeat."""
     view = memoryview(page)
     integers, doubles = view.cast("q"), view.cast("d")
-    integers[0], integers[1], doubles[2] = step, phase, at
+    integers[0] = step
+    integers[1] = phase
+    doubles[2] = at
 
 
 def write_compute_time(page: mmap.mmap, steps: int, compute_s: float, step_s: float) -> None:
     """Write the compute time and the whole time of one step next to the heartbeat."""
     view = memoryview(page)
     doubles = view.cast("d")
-    doubles[4], doubles[5] = compute_s, step_s
+    doubles[4] = compute_s
+    doubles[5] = step_s
     view.cast("q")[3] = steps
 
 

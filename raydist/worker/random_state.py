@@ -78,7 +78,9 @@ def restore(state: torch.Tensor, device: torch.device) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the CPU's generators inside the block; restore their states after it."""
-    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
+    torch_cpu = torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)

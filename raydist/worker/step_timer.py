@@ -72,7 +72,8 @@ class StepTimer:
         if self._begin is not None:
             self._pending.append((self._begin, now, self._spans))
         self._begin = self._since = now
-        self._spans, self._waited = [], False
+        self._spans = []
+        self._waited = False
         while self._pending and reached(self._pending[0][1]):
             self._note(*self._pending.popleft())
 

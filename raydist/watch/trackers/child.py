@@ -61,7 +61,9 @@ class Life(threading.Thread):
         self.over = threading.Event()
         self.called = 0.0
         """When the pending call began, on the monotonic clock; 0 if there is none."""
-        self._name, self._say, self._driver = name, say, os.getppid()
+        self._name = name
+        self._say = say
+        self._driver = os.getppid()
 
     def run(self) -> None:
         warned = False
@@ -81,14 +83,17 @@ class Follower:
     """One tracker of one run."""
 
     def __init__(self, task: Task, say: Say, life: Life) -> None:
-        self._task, self._say, self._life = task, say, life
+        self._task = task
+        self._say = say
+        self._life = life
         self._folder = Path(task.folder)
         self._ledger = Ledger.read(self._folder, task.name)
         self._points = Points(released=self._ledger.newest_step, repeats=task.repeats)
         self._progress = Progress()
         self._tracker: Tracker | None = None
         self._rows: list[Measured] = []
-        self._pages, self._pages_before = set[Path](), 0
+        self._pages = set[Path]()
+        self._pages_before = 0
         self._ending: Ending | None = None
         self._placed = self._warned = False
         self._again = 0.0

@@ -32,7 +32,9 @@ class Kubeflow:
     """A tracker that shows the newest state, not each step."""
 
     def __init__(self, task: Task, run: str) -> None:
-        self.id, self.link, self.variables = task.run, os.environ[URL], dict[str, str]()
+        self.id = task.run
+        self.link = os.environ[URL]
+        self.variables = dict[str, str]()
         self.progress = Progress()
         """The progress of the main loop, once it is set."""
         self._due = 0.0
@@ -63,7 +65,9 @@ class Kubeflow:
 def status(progress: Progress, most: int) -> Mapping[str, object]:
     """Return the known fields of TrainJob.status.trainerStatus."""
     found: dict[str, object] = {"lastUpdatedTime": datetime.now(timezone.utc).isoformat()}
-    step, steps, (rate, _) = progress.step or 0, progress.totals.get("steps"), progress.rates()
+    step = progress.step or 0
+    steps = progress.totals.get("steps")
+    rate, _ = progress.rates()
     if most == 100:
         found |= {"progressPercentage": 100, "estimatedRemainingSeconds": 0}
     elif steps:

@@ -25,7 +25,8 @@ class TensorBoard:
             folder.parent / "tensorboard" / folder.name if task.sweep else folder / "tensorboard"
         )
         shown = Path(self.id).parent if task.sweep else self.id
-        self.link, self.variables = f"tensorboard --logdir {shown}", dict[str, str]()
+        self.link = f"tensorboard --logdir {shown}"
+        self.variables = dict[str, str]()
         self._writer = SummaryWriter(self.id)
         rows = (f"| {name} | {value} |" for name, value in by_full_name(task.settings).items())
         self._writer.add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]))

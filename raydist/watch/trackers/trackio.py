@@ -28,7 +28,8 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self.link, self.variables = f"trackio show --project {task.project}", dict[str, str]()
+        self.link = f"trackio show --project {task.project}"
+        self.variables = dict[str, str]()
 
     def write(self, rows: Sequence[Measured]) -> None:
         for _, step, values in rows:

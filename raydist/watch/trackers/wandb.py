@@ -53,9 +53,11 @@ class Wandb:
                 raise
             self._run = wandb.init(**facts, mode="offline")
             self.why_offline = f"{type(error).__name__}: {error}".splitlines()[0]
-        self.id, self.variables = run, {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow"}
+        self.id = run
+        self.variables = {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow"}
         self.link = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
-        self._folder, self._teardown = task.folder, wandb.teardown
+        self._folder = task.folder
+        self._teardown = wandb.teardown
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step", step_sync=False)
         self._run.define_metric("system/*", step_metric="system/t")

@@ -71,7 +71,8 @@ class SameFile:
         except OSError:  # it may come again
             return False
         differs = self._inode and (status.st_ino != self._inode or not head.startswith(self._head))
-        self._inode, self._head = status.st_ino, head
+        self._inode = status.st_ino
+        self._head = head
         return bool(differs) or status.st_size < read
 
 
@@ -92,7 +93,8 @@ class Silence:
         now = time.monotonic()
         if read != self._read:
             self._came = now if self._looked is not None and now - self._looked < LOOKED_S else None
-        self._read, self._looked = read, now
+        self._read = read
+        self._looked = now
 
     def seconds(self, last: float) -> float:
         """Return the seconds without anything new. `last`: the time of the newest event."""
@@ -130,7 +132,9 @@ class FollowedRun:
         path, until = self.folder / "events.jsonl", time.monotonic() + turn_s
         async with self._lock:
             if self._file.is_another(path, self.read):
-                self.model, self.read, self.files = Model(), 0, self.files + 1
+                self.model = Model()
+                self.read = 0
+                self.files += 1
             while (size := file_size(path)) > self.read:
                 if not self._fold(path):
                     break  # the beginning of a line: still being written, or truncated by a crash

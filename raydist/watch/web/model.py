@@ -275,7 +275,9 @@ class Model:
         return {name: round(s, 2) for name, s in spent.items() if s >= 0.005}
 
     def _state(self) -> Section:
-        figures, progress, result = self.figures, self.progress, self.result
+        figures = self.figures
+        progress = self.progress
+        result = self.result
         return {
             "name": self.run.name if self.run else "",
             "dir": self.run.dir if self.run else "",

@@ -153,7 +153,9 @@ class PageServer:
         return await send_events(request, self._sweep_news(viewer))
 
     async def _sweep_news(self, viewer: SweepViewer) -> AsyncIterator[tuple[str, str]]:
-        sent, said, looked = "", -math.inf, -math.inf
+        sent = ""
+        said = -math.inf
+        looked = -math.inf
         while True:
             section = await viewer.sweep.section()
             text, now = json.dumps(section, separators=(",", ":")), time.monotonic()
@@ -177,7 +179,9 @@ class PageServer:
         return await send_events(request, self._news(run))
 
     async def _news(self, run: FollowedRun) -> AsyncIterator[tuple[str, str]]:
-        viewer, before, said = Viewer(run), (0, 0), -math.inf
+        viewer = Viewer(run)
+        before = (0, 0)
+        said = -math.inf
         while True:
             share = await run.catch_up()
             has_news = (read := (run.files, run.read)) != before or share < 1

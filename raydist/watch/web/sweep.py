@@ -69,7 +69,8 @@ class FollowedSweep:
         """sweep.json, which is complete at any time; it is read again once it has changed."""
         path = self.folder / SUMMARY
         if (now := (path.stat().st_mtime, file_size(path))) != self._read:
-            self._read, self._summary = now, json.loads(path.read_text(encoding="utf-8"))
+            self._summary = json.loads(path.read_text(encoding="utf-8"))
+            self._read = now
         return self._summary
 
     async def section(self) -> Section:
@@ -158,7 +159,9 @@ class SweepViewer:
 
         Reads for at most `turn_s` seconds.
         """
-        shown, until, read = with_curves(trials), time.monotonic() + turn_s, 0
+        shown = with_curves(trials)
+        until = time.monotonic() + turn_s
+        read = 0
         for trial in shown:
             if time.monotonic() > until or await self.sweep.run(trial["run"]).catch_up() < 1:
                 break

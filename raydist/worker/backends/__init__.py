@@ -139,7 +139,8 @@ def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
     random_state.seed_everything(job.seed, job.deterministic)
     with import_module(module_of(name, job.parallel)).join(job, env) as comm:
         current = context.current()
-        current.comm, current.checkpoint = comm, job.checkpoint
+        current.comm = comm
+        current.checkpoint = job.checkpoint
         try:
             yield comm
             for wait in current.leaving:

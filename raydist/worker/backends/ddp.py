@@ -134,9 +134,7 @@ def init_arguments(
             **position,
         }
     if env_names.RENDEZVOUS_FILE not in env:
-        cause, right = (
-            "it needs a new file that all nodes see",
-            f"{env_names.RENDEZVOUS_FILE}=/shared/folder/new-file",
-        )
+        cause = "it needs a new file that all nodes see"
+        right = f"{env_names.RENDEZVOUS_FILE}=/shared/folder/new-file"
         raise ConfigError.of("init_method", "file", cause, right, "init_method=env")
     return {"init_method": f"file://{env[env_names.RENDEZVOUS_FILE]}", **position}
