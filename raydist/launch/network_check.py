@@ -12,7 +12,7 @@ from collections.abc import Callable
 from raydist.cluster.placement import Slot
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.checkup import CallPeers, ListenForPeers, Peer, StopListening, Trip
-from raydist.network.finding import peer_fix
+from raydist.network.finding import clock_finding, peer_fix
 from raydist.node.peers import patience
 from raydist.shared.errors import LaunchError
 
@@ -20,7 +20,9 @@ CALL_S = 10.0
 """Limit on a connection, and again on the packets that it carries. The kernel accepts a connection,
 and no busy machine delays that."""
 SKEW_S = 60.0
-"""Difference of two clocks above which there is a warning."""
+"""Difference of two clocks above which each run warns: clocks without NTP drift by seconds a day,
+and only minutes have consequences beyond logs. The doctor reports half a second: a person has asked
+it."""
 
 
 def check_network(group: WorkerGroup, warn: Callable[[str], None]) -> None:
@@ -51,12 +53,10 @@ def check_network(group: WorkerGroup, warn: Callable[[str], None]) -> None:
                 raise LaunchError(blocked_text(group, caller, leads[other], peers[other], trip))
     for lead, (to_first, *_) in zip(leads[1:], answers[1:], strict=True):
         if abs(to_first.ahead_s) > SKEW_S + to_first.rtt_s:
-            side = "behind" if to_first.ahead_s > 0 else "ahead of"
-            warn(
-                f"the clock of {lead.node.host} is {abs(to_first.ahead_s):.0f} s {side} that of "
-                f"{leads[0].node.host}: the times of events do not show what failed first (fix: "
-                "timedatectl set-ntp true, or start chrony)"
+            found = clock_finding(
+                lead.node.host, -to_first.ahead_s, f"that of {leads[0].node.host}"
             )
+            warn(f"{found.text} (fix: {found.fix})")
 
 
 def callees(caller: int, nodes: int) -> list[int]:

@@ -86,6 +86,19 @@ class Finding:
         return f"{where}{self.text}" + (f" (fix: {self.fix})" if self.fix else "")
 
 
+def clock_finding(host: str, ahead_s: float, reference: str) -> Finding:
+    """Describe a clock that is `ahead_s` seconds ahead of the reference; behind it, if negative."""
+    side = "ahead of" if ahead_s > 0 else "behind"
+    return Finding(
+        "clock",
+        "warn",
+        (host,),
+        f"the clock of {host} is {abs(ahead_s):.1f} s {side} {reference}: the times in its logs "
+        "are wrong, and S3 refuses requests that are 15 minutes off",
+        f"on {host}: timedatectl set-ntp true (or start chrony)",
+    )
+
+
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Merge findings that differ only in their hosts.
 

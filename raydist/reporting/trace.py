@@ -2,8 +2,7 @@
 
 chrome://tracing reads it too. The format is the Trace Event Format, as https://ui.perfetto.dev
 reads it: `X` is a span, `i` an instant, `M` a name. A process is a host, a thread is a rank; the
-run itself is process 1. Times are in microseconds since the run began. Each event has the clock of
-its own host: between hosts spans are as far off as those clocks are.
+run itself is process 1. Times are in microseconds since the run began, on the driver's clock.
 """
 
 from __future__ import annotations

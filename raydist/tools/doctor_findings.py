@@ -10,16 +10,15 @@ from statistics import median
 from typing import Any
 
 from raydist.messages.checkup import Trip
-from raydist.network.finding import Finding, peer_fix
+from raydist.network.finding import Finding, clock_finding, peer_fix
 from raydist.shared.rank_names import HOSTS_NAMED, joined_names
 
 FAR_S = 0.01
 """A longer round trip than that of any network of a single site."""
 SKEW_S = 0.5
-"""Above this difference of clocks, the order of events would be wrong.
-
-So would the root cause of a failure.
-"""
+"""Difference of clocks above which there is a finding: with NTP it is milliseconds; without it,
+lines of the ranks' logs cannot be put in order. A run warns of a minute
+(launch/network_check.py)."""
 SLOW_LOOKUP_S = 2.0
 """A longer look-up waited for a name server.
 
@@ -228,14 +227,7 @@ def check_clocks(
     for host, trip in zip(hosts, row, strict=False):
         off = trip.ahead_s - median(ahead)
         if trip.kind in ("fine", "stalled") and abs(off) > SKEW_S + trip.rtt_s:
-            yield Finding(
-                "clock",
-                "warn",
-                (host.name,),
-                f"the clock of {host.name} is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}: "
-                "the times of events do not show what failed first",
-                f"on {host.name}: timedatectl set-ntp true (or start chrony)",
-            )
+            yield clock_finding(host.name, off, "the median of all nodes")
 
 
 def check_loaded_libraries(
