@@ -200,10 +200,8 @@ def resource_request(
 
     `need`: resources of one rank.
     """
-    strategy, fitting = (
-        scale.placement,
-        [fits for have, _ in capacity if (fits := fit_count(have, need))],
-    )
+    strategy = scale.placement
+    fitting = [fits for have, _ in capacity if (fits := fit_count(have, need))]
     if scale.nodes is not None:
         nodes = scale.nodes
         per_node = scale.per_node or default_ranks_per_node(scale.nodes, need, capacity)

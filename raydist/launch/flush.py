@@ -29,6 +29,8 @@ from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 FLUSH_S = 600.0
 """Limit on the wait for a state to be written; a second signal ends it sooner."""
 Emit = Callable[[Event], None]
+NodeFiles = Mapping[int, Mapping[str, Mapping[str, Any]]]
+"""By node, the files that it has written, as in WrittenShards."""
 
 
 class Ask(Protocol):
@@ -70,7 +72,8 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
     for node in nodes:
         try:
             for each in node.ask(Flush()).result(FLUSH_S):
-                emit(kinds.from_json(each))
+                # It has just happened, and the node's clock may be wrong.
+                emit(kinds.from_json({**each, "t": time.time()}))
             break
         except Exception as error:  # that node is gone: another one has the same state
             failed.append(f"{node.host}: {type(error).__name__}: {last_line(error)}")
@@ -148,7 +151,14 @@ def have_shards_written(
             )
             emit(kinds.Warning(text=text))
         if not missing and wanted():
-            path = _commit(nodes, shards, mark, files, described, emit, within_s)
+            first = min(files)
+            every = {name: facts for each in files.values() for name, facts in each.items()}
+            request = CommitShards(step, mark, shards.world_size, every, **vars(described))
+            match _ask(nodes, {first: request}, emit, within_s).get(first):
+                case SavedShards(saved):
+                    path = saved
+                case UnseenShards() as unseen:
+                    emit(kinds.Warning(text=unseen_text(nodes, step, files, first, unseen)))
     finally:
         if not path and wanted():
             _ask(nodes, dict.fromkeys(shards.ranks, DropShards(step, mark, folder)), emit, within_s)
@@ -156,35 +166,19 @@ def have_shards_written(
         emit(kinds.Saved(rank=0, step=step, path=path, s=time.perf_counter() - began))
 
 
-def _commit(
-    nodes: Sequence[FlushNode],
-    shards: WholeShards,
-    mark: str,
-    files: Mapping[int, Mapping[str, Mapping[str, Any]]],
-    described: Description,
-    emit: Emit,
-    within_s: float | None,
+def unseen_text(
+    nodes: Sequence[FlushNode], step: int, files: NodeFiles, first: int, unseen: UnseenShards
 ) -> str:
-    """Have the first of these nodes commit what they have written; return the path, or ""."""
-    first = min(files)
-    every = {name: facts for each in files.values() for name, facts in each.items()}
-    request = CommitShards(shards.step, mark, shards.world_size, every, **vars(described))
-    match _ask(nodes, {first: request}, emit, within_s).get(first):
-        case SavedShards(path):
-            return path
-        case UnseenShards(missing, folder):
-            hosts = dict.fromkeys(
-                nodes[number].host for number, own in files.items() if own.keys() & {*missing}
-            )
-            text = (
-                f"the sharded state of step {shards.step} is not on the disk: "
-                f"{nodes[first].host} does not see what "
-                f"{', '.join(hosts)} wrote to {folder}; set storage=FOLDER, one that all nodes "
-                "see, or "
-                "storage=s3://BUCKET/FOLDER"
-            )
-            emit(kinds.Warning(text=text))
-    return ""
+    """Describe files that other nodes have written and that the node `first` does not see."""
+    missing = {*unseen.files}
+    hosts = ", ".join(
+        dict.fromkeys(nodes[number].host for number, own in files.items() if own.keys() & missing)
+    )
+    return (
+        f"the sharded state of step {step} is not on the disk: {nodes[first].host} does not see "
+        f"what {hosts} wrote to {unseen.folder}; set storage=FOLDER, one that all nodes see, or "
+        "storage=s3://BUCKET/FOLDER"
+    )
 
 
 def _ask(

@@ -257,7 +257,7 @@ class AgentServer:
             take_oom_score(peer)
             if path is not None:
                 spawn.execute_rank(spec, path, fds, server)
-            rank_main.run_rank(spec, *fds)
+            rank_main.run_rank(spec, rank_main.RankFiles(*fds))
 
         return self.fork(become_rank)
 

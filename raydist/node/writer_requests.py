@@ -149,15 +149,11 @@ def commit_shards(
     folder: StoragePath, temporary: StoragePath, request: CommitShards
 ) -> SavedShards | UnseenShards:
     """Commit a checkpoint of the files that all nodes have written, if this node sees them."""
-    from raydist.state.distributed_checkpoint import commit
+    from raydist.state.distributed_checkpoint import Contents, commit
 
     files = {name: FileFacts(**facts) for name, facts in request.files.items()}
-    kept, ranks = Checkpoint(keep=request.keep, best=request.best), request.world_size
-    missing = commit(
-        folder, temporary, request.step, ranks, files, kept, request.metrics, request.reported
-    )
-    return (
-        UnseenShards(missing, str(folder))
-        if missing
-        else SavedShards(str(folder / f"step-{request.step:08d}"))
-    )
+    contents = Contents(request.step, request.world_size, files, request.metrics, request.reported)
+    kept = Checkpoint(keep=request.keep, best=request.best)
+    if missing := commit(folder, temporary, contents, kept):
+        return UnseenShards(missing, str(folder))
+    return SavedShards(str(folder / f"step-{request.step:08d}"))

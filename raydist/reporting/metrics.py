@@ -71,6 +71,26 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 """The name of a gauge, and its labels."""
 
 
+class ValueNames:
+    """The names of `value` that have a series: the first VALUES of them."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._known = set[str]()
+        self._warned = False
+
+    def admit(self, name: str) -> bool:
+        """Report whether this name has a series; warn of the first one that has none."""
+        if len(self._known) < VALUES:
+            self._known.add(name)
+        elif name not in self._known and not self._warned:
+            self._warned = True
+            self._warn(
+                f"Prometheus gets at most {VALUES} names of reported values: {name!r} is left out"
+            )
+        return name in self._known
+
+
 class Metrics(AbstractContextManager["Metrics"]):
     """A reader of events that sets the figures.
 
@@ -85,7 +105,6 @@ class Metrics(AbstractContextManager["Metrics"]):
         """
         self._run = run
         self._figures = figures
-        self._warn = warn
         self._made: dict[str, Any] = {}
         self._gauges: dict[Series, float] = {}
         """The newest value of each gauge, which the thread sets again."""
@@ -93,9 +112,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="raydist-metrics", daemon=True)
         self._progress = Progress()
-        self._names = set[str]()
-        """The names of `value` that have a series."""
-        self._full = False
+        self._names = ValueNames(warn)
         self._failed = CAUSES[0]
         self._slow: dict[int, str] = {}
         """The ranks reported as slow since the last restart, and their hosts."""
@@ -167,21 +184,10 @@ class Metrics(AbstractContextManager["Metrics"]):
     def _on_report(self, event: kinds.Report) -> None:
         self._progress.report(event)
         for name, value in numbers(event.values).items():
-            if self._has_room(name):
+            if self._names.admit(name):
                 self._set("value", value, name=name)
         if event.step is not None:
             self._set_step(event)
-
-    def _has_room(self, name: str) -> bool:
-        """Report whether this name of a value has a series; warn of the first one that has none."""
-        if len(self._names) < VALUES:
-            self._names.add(name)
-        elif name not in self._names and not self._full:
-            self._full = True
-            self._warn(
-                f"Prometheus gets at most {VALUES} names of reported values: {name!r} is left out"
-            )
-        return name in self._names
 
     def _set_step(self, event: kinds.Report) -> None:
         steps_per_s, samples_per_s = self._progress.rates()

@@ -17,7 +17,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -269,25 +269,30 @@ def joined_metadata(plans: list[SavePlan]) -> Metadata:
     return metadata
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What all ranks have written, and what else meta.json holds."""
+
+    step: int
+    ranks: int
+    files: Mapping[str, FileFacts]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    reported: Mapping[str, Any] = field(default_factory=dict)
+
+
 def commit(
-    folder: StoragePath,
-    temporary: StoragePath,
-    step: int,
-    ranks: int,
-    files: Mapping[str, FileFacts],
-    kept: Retention,
-    metrics: Mapping[str, float] | None = None,
-    reported: Mapping[str, Any] | None = None,
+    folder: StoragePath, temporary: StoragePath, contents: Contents, kept: Retention
 ) -> list[str]:
-    """Make a checkpoint of what `ranks` ranks have written into `temporary`.
+    """Make a checkpoint of what all ranks have written into `temporary`.
 
     Return []. If some files are not visible here, return their names and make no checkpoint.
     """
+    step, ranks, files = contents.step, contents.ranks, contents.files
     sizes = file_sizes(temporary)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
         return missing
     made = {**files, **write_metadata(temporary, ranks)}
-    meta = Meta.of(step, ranks, metrics or {}, made, sharded=True, reported=reported)
+    meta = Meta.of(step, ranks, contents.metrics, made, sharded=True, reported=contents.reported)
     complete(temporary, folder / f"step-{step:08d}", meta)
     prune(folder, kept, step)
     return []

@@ -85,41 +85,36 @@ class Live:
     """The trial's state once it has stopped."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a Conductor works with."""
+
+    space: Space
+    sampler: Sampler
+    sweep: Sweep
+    most: int
+    """Total number of trials."""
+    wanted: tuple[Objective, ...]
+    """The objectives."""
+    folder: Folder
+    screen: SweepScreen
+    summarize: Callable[[Sequence[Trial]], None]
+    """Writes the summary of the sweep."""
+    call: RemoteCall | None = None
+
+
 class Conductor:
     """The loop that runs the trials.
 
     `trials` is their state at any time, `results` has those that ran to their end here.
     """
 
-    def __init__(
-        self,
-        space: Space,
-        sampler: Sampler,
-        sweep: Sweep,
-        most: int,
-        wanted: tuple[Objective, ...],
-        folder: Folder,
-        screen: SweepScreen,
-        trials: dict[int, Trial],
-        summarize: Callable[[Sequence[Trial]], None],
-        call: RemoteCall | None = None,
-    ) -> None:
-        """Prepare the sweep.
-
-        `most`: total number of trials. `wanted`: the objectives. `trials`: of an earlier part of
-        the sweep. `summarize`: writes the summary of the sweep.
-        """
+    def __init__(self, setup: Setup, trials: dict[int, Trial]) -> None:
+        """Prepare the sweep. `trials`: those of an earlier part of it."""
         self.trials = trials
         self.results = dict[int, Result[Any]]()
-        self._space = space
-        self._sampler = sampler
-        self._sweep = sweep
-        self._most = most
-        self._wanted = wanted
-        self._folder = folder
-        self._screen = screen
-        self._summarize = summarize
-        self._call = call
+        self._setup = setup
+        sweep, wanted = setup.sweep, setup.wanted
         self._rule = Prune(
             sweep.prune, wanted[0] if wanted else Objective("", 1), sweep.min_steps, sweep.reduction
         )
@@ -159,11 +154,11 @@ class Conductor:
 
     def _next(self) -> int | None:
         """Return the number of the next trial, which may be a new one."""
-        more = len(self.trials) < self._most
+        more = len(self.trials) < self._setup.most
         if (number := rules.next_trial(self.states, self._rule, more)) is not None or not more:
             return number
         number = next(number for number in itertools.count() if number not in self.trials)
-        self._change(Trial(number, self._sampler.propose(number), dir=str(number)))
+        self._change(Trial(number, self._setup.sampler.propose(number), dir=str(number)))
         return number
 
     def _start_next(self) -> bool:
@@ -171,7 +166,7 @@ class Conductor:
 
         Return whether it was started, or could never be.
         """
-        if len(self._live) >= (self._sweep.parallel or len(self.trials) + 1):
+        if len(self._live) >= (self._setup.sweep.parallel or len(self.trials) + 1):
             return False
         if not all(live.watched.settled for live in self._live.values()):
             if any(live.watched.waiting for live in self._live.values()):
@@ -180,7 +175,7 @@ class Conductor:
         if time.monotonic() < self._look_at or (number := self._next()) is None:
             return False
         try:
-            wanted = self._space.job(self.trials[number].settings)
+            wanted = self._setup.space.job(self.trials[number].settings)
             job = room.find_room(wanted, self._gangs, alone=not self._live)
         except ConfigError as error:
             self._fail(number, error)
@@ -198,15 +193,15 @@ class Conductor:
         # passed those that it has reached.
         passed = max(before.passed, len(before.curve))
         trial = self._change(replace(before, state="running", passed=passed, why=""), show=True)
-        sweep = replace(job.sweep, dir=str(self._folder.path))
+        sweep = replace(job.sweep, dir=str(self._setup.folder.path))
         watch = replace(job.watch, page=False)  # the sweep has a page, with those of its trials
         job = replace(
-            job, dir=str(self._folder.path / trial.dir), group="ray", sweep=sweep, watch=watch
+            job, dir=str(self._setup.folder.path / trial.dir), group="ray", sweep=sweep, watch=watch
         )
         thread = threading.Thread(
             target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True
         )
-        self._live[number] = Live(WatchedTrial(self._wanted), len(trial.curve), thread)
+        self._live[number] = Live(WatchedTrial(self._setup.wanted), len(trial.curve), thread)
         thread.start()
 
     def _run(self, trial: Trial, job: Job) -> None:
@@ -223,7 +218,7 @@ class Conductor:
                 self._recall(live, Path(job.dir) / "events.jsonl")
             write_settings(job, trial.settings)
             self.results[trial.number] = run_job(
-                job, self._call, OneOfMany(read, live.halt, self._gangs)
+                job, self._setup.call, OneOfMany(read, live.halt, self._gangs)
             )
         except BaseException as raised:
             error = raised
@@ -244,9 +239,9 @@ class Conductor:
         settled = live.watched.settled
         reported = live.watched.add(event)
         if isinstance(event, kinds.Warning):
-            self._screen.event(event, number)
+            self._setup.screen.event(event, number)
         if reported and isinstance(event, kinds.Report) and self._rule.kind != "none":
-            step, value = event.step or 0, event.values[self._wanted[0].name]
+            step, value = event.step or 0, event.values[self._setup.wanted[0].name]
             while step >= self._rule.milestone(live.milestones):
                 live.milestones += 1
                 self._messages.put(Reached(number, step, value))
@@ -262,13 +257,15 @@ class Conductor:
         match message:
             case Stopped():
                 self._error = message
-                self._screen.say(f"stop  {message}: the trials keep their last state", "yellow")
+                self._setup.screen.say(
+                    f"stop  {message}: the trials keep their last state", "yellow"
+                )
                 self._stop_all(message)
             case Reached():
                 self._reached(message)
             case Over():
                 self._over(message)
-        self._screen.draw(
+        self._setup.screen.draw(
             self.states, {number: live.watched for number, live in self._live.items()}
         )
 
@@ -277,7 +274,9 @@ class Conductor:
         trial = self._change(self.trials[message.number].reached(message.step, message.value))
         if live.intent:
             return
-        match rules.verdict(self.states, message.number, self._rule, len(self.trials) < self._most):
+        match rules.verdict(
+            self.states, message.number, self._rule, len(self.trials) < self._setup.most
+        ):
             case "continue":
                 self._change(replace(trial, passed=len(trial.curve)))
             case what:
@@ -298,7 +297,7 @@ class Conductor:
         match message.error:
             case None:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
-                if (wrong := unreported_objective(trial, self._wanted)) is not None:
+                if (wrong := unreported_objective(trial, self._setup.wanted)) is not None:
                     self._end(wrong)
             case Stopped() as stopped:
                 self._tell(replace(trial, state=live.intent or "stopped"))
@@ -317,8 +316,8 @@ class Conductor:
         """Handle the failure of a trial as `sweep.on_failure` specifies."""
         trial = self.trials[number]
         again = (
-            self._sweep.on_failure == "retry"
-            and trial.failures < self._sweep.retries
+            self._setup.sweep.on_failure == "retry"
+            and trial.failures < self._setup.sweep.retries
             and self._error is None
         )
         trial = replace(
@@ -328,21 +327,21 @@ class Conductor:
             why=error.message,
         )
         self._tell(trial)
-        if self._sweep.on_failure == "end":
+        if self._setup.sweep.on_failure == "end":
             self._end(error)
 
     def _tell(self, trial: Trial) -> None:
         """Handle a change of a trial's state."""
         self._change(trial, show=True)
         if trial.state in ("finished", "failed", "paused", "ended"):
-            self._sampler.tell(trial)
+            self._setup.sampler.tell(trial)
 
     def _change(self, trial: Trial, show: bool = False) -> Trial:
         self.trials[trial.number] = trial
-        self._folder.note(trial)
+        self._setup.folder.note(trial)
         if show:
-            self._screen.changed(trial, self.states)
-            self._summarize(self.states)
+            self._setup.screen.changed(trial, self.states)
+            self._setup.summarize(self.states)
         return trial
 
     def _end(self, error: BaseException) -> None:

@@ -21,7 +21,7 @@ from raydist.shared.errors import ConfigError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.home import expand_home
 from raydist.sweeps import optuna_study, room, samplers, table
-from raydist.sweeps.conduct import Conductor
+from raydist.sweeps.conduct import Conductor, Setup
 from raydist.sweeps.folder import Folder, read_summary, read_trials
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
@@ -112,9 +112,8 @@ def run_sweep(
         folder.summarize(facts.to_json(how, states, shares or {}), states, list(space.parts))
 
     most = max(most, len(trials))
-    conductor = Conductor(
-        space, sampler, settings, most, wanted, folder, screen, trials, summarize, call
-    )
+    setup = Setup(space, sampler, settings, most, wanted, folder, screen, summarize, call)
+    conductor = Conductor(setup, trials)
     how, shares = "failed", dict[str, float]()
     with LivePage(path, jobs[0].watch.page) as page:
         screen.link(page.link)

@@ -38,6 +38,7 @@ from raydist.state import object_store
 from raydist.state.device import device_of
 from raydist.state.distributed_checkpoint import (
     SAME,
+    Contents,
     RankPart,
     RankPlanner,
     begin_writing,
@@ -216,11 +217,9 @@ def _commit(
 ) -> str:
     """Commit what all ranks have written as a checkpoint; return why that failed."""
     files = {name: FileFacts(**facts) for each in states for name, facts in each["files"].items()}
-    metrics, reported = request.metrics, request.reported
+    contents = Contents(request.step, len(states), files, request.metrics, request.reported)
     try:
-        unseen = commit(
-            request.folder, temporary, request.step, len(states), files, request, metrics, reported
-        )
+        unseen = commit(request.folder, temporary, contents, request)
     except Exception as error:
         return object_store.reason(error)
     where = f"rank 0 does not see {', '.join(unseen[:4])} in {request.folder}"

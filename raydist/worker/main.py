@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from raydist.messages.server import ProgramSpec, RankSpec
 from raydist.messages.wire import decode
@@ -60,31 +60,36 @@ def become_rank(spec: RankSpec, log_fd: int) -> None:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def run_rank(
-    spec: RankSpec,
-    log_fd: int,
-    channel_fd: int,
-    beat_fd: int,
-    own: int,
-    lead: int,
-    pmi_fd: int = -1,
-) -> NoReturn:
-    """Run a rank in a new process, from its beginning to its end.
+class RankFiles(NamedTuple):
+    """The open files that a rank's process begins with."""
 
-    `own`, `lead`: the snapshot memories, as in context.Context. `pmi_fd`: its connection to MPICH's
-    process manager, if mpirun passed one.
-    """
+    log: int
+    channel: int
+    beat: int
+    own: int
+    lead: int
+    """`own`, `lead`: the snapshot memories, as in context.Context."""
+    pmi: int = -1
+    """The connection to MPICH's process manager, if mpirun passed one."""
+
+
+def run_rank(spec: RankSpec, files: RankFiles) -> NoReturn:
+    """Run a rank in a new process, from its beginning to its end."""
     # First, because memory lies on the NUMA node of the CPU that first touches it.
     not_bound = bind(spec.cpus)
-    become_rank(spec, log_fd)
-    if pmi_fd >= 0:
-        os.set_inheritable(pmi_fd, True)
-        os.environ["PMI_FD"] = str(pmi_fd)
-    channel = Channel(socket.socket(fileno=channel_fd), beat_fd)
+    become_rank(spec, files.log)
+    if files.pmi >= 0:
+        os.set_inheritable(files.pmi, True)
+        os.environ["PMI_FD"] = str(files.pmi)
+    channel = Channel(socket.socket(fileno=files.channel), files.beat)
     rank = context.Rank.from_env(os.environ)
     context.enter(
         context.Context(
-            rank, emit=channel.emit, beat=channel.beat, flush=channel.flush, memory=(own, lead)
+            rank,
+            emit=channel.emit,
+            beat=channel.beat,
+            flush=channel.flush,
+            memory=(files.own, files.lead),
         )
     )
     if not_bound:
@@ -253,7 +258,7 @@ def main() -> NoReturn:
     die_with_parent(int(server))
     spec = decode(Path(path).read_bytes())
     assert isinstance(spec, RankSpec), spec
-    run_rank(spec, *map(int, fds))
+    run_rank(spec, RankFiles(*map(int, fds)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from raydist.settings.config import Job, Sweep, Watch
 from raydist.shared import kinds
 from raydist.shared.errors import Stopped
 from raydist.sweeps import room
-from raydist.sweeps.conduct import Conductor, Over, Reached
+from raydist.sweeps.conduct import Conductor, Over, Reached, Setup
 from raydist.sweeps.folder import Folder, read_trials
 from raydist.sweeps.rules import Prune, next_trial, verdict
 from raydist.sweeps.table import SweepScreen
@@ -105,9 +105,11 @@ def ours(workers: int, path: Path) -> dict[int, int]:
     sweep = Sweep(objective="min:loss", prune="asha", min_steps=1, reduction=3, parallel=workers)
     screen = SweepScreen(Watch(progress="none"), (LOSS,))
     space: Any = AnySpace()
-    conductor = Unrun(
-        space, InOrder(), sweep, len(CURVES), (LOSS,), Folder(path), screen, {}, lambda trials: None
+    folder = Folder(path)
+    setup = Setup(
+        space, InOrder(), sweep, len(CURVES), (LOSS,), folder, screen, lambda trials: None
     )
+    conductor = Unrun(setup, {})
     now: list[tuple[int, int, int]] = []
     time = 0
 
@@ -171,9 +173,8 @@ def test_a_trial_whose_folder_was_deleted_keeps_its_number(
         screen = SweepScreen(Watch(progress="none"), ())
         trials = read_trials(tmp_path)
         before = {**trials}
-        conductor = Unrun(
-            space, InOrder(), sweep, 7, (), folder, screen, trials, lambda trials: None
-        )
+        setup = Setup(space, InOrder(), sweep, 7, (), folder, screen, lambda trials: None)
+        conductor = Unrun(setup, trials)
         while conductor._start_next():
             for live in conductor._live.values():
                 live.thread.join()

@@ -79,6 +79,30 @@ class Life(threading.Thread):
         os.killpg(0, signal.SIGKILL)
 
 
+class Rows:
+    """The rows that wait to be written; the oldest are dropped above KEPT_ROWS."""
+
+    def __init__(self, points: Points) -> None:
+        self.waiting: list[Measured] = []
+        self._points = points
+
+    def add(self, happened: Event) -> None:
+        """Add the rows that follow from an event."""
+        self._extend(self._points.add(happened))
+        if isinstance(happened, kinds.Nodes):
+            self.waiting.append(Measured(happened.t, None, node_numbers(happened.nodes)))
+        del self.waiting[:-KEPT_ROWS]
+
+    def finish(self) -> None:
+        """Add the rows that were held back until the end."""
+        self._extend(self._points.rest())
+
+    def _extend(self, points: list[Any]) -> None:
+        self.waiting += [
+            Measured(point.t, point.step, point.values) for point in points if point.values
+        ]
+
+
 class Follower:
     """One tracker of one run."""
 
@@ -86,17 +110,19 @@ class Follower:
         self._task = task
         self._say = say
         self._life = life
-        self._folder = Path(task.folder)
         self._ledger = Ledger.read(self._folder, task.name)
-        self._points = Points(released=self._ledger.newest_step, repeats=task.repeats)
+        self._rows = Rows(Points(released=self._ledger.newest_step, repeats=task.repeats))
         self._progress = Progress()
         self._tracker: Tracker | None = None
-        self._rows: list[Measured] = []
-        self._pages = set[Path]()
-        self._pages_before = 0
+        self._last_page = 0
+        """The number of the last failure page that the tracker has, or that an earlier run left."""
         self._ending: Ending | None = None
         self._placed = self._warned = False
         self._again = 0.0
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._task.folder)
 
     def run(self) -> None:
         """Follow the events until the run is over, then close the tracker."""
@@ -110,7 +136,7 @@ class Follower:
                 self._try(self._bring_up_to_date)
             if not over and self._ending is None:
                 self._life.over.wait(LOOK_S)
-        self._rows += self._rows_of(self._points.rest())
+        self._rows.finish()
         self._try(self._finish)
 
     def _take_guarded(self, happened: Event) -> None:
@@ -122,27 +148,20 @@ class Follower:
             self._warn(error, f"an event `{happened.kind}` is left out")
 
     def _take(self, happened: Event) -> None:
-        self._rows += self._rows_of(self._points.add(happened))
+        self._rows.add(happened)
         match happened:
             case kinds.Begin(rank=0):
                 self._progress.begin(happened)
             case kinds.Report(rank=0):
                 self._progress.report(happened)
             case kinds.Run():
-                self._pages_before = happened.pages
+                self._last_page = happened.pages
             case kinds.Plan():
                 self._placed = True
-            case kinds.Nodes():
-                self._rows.append(Measured(happened.t, None, node_numbers(happened.nodes)))
             case kinds.Result():
                 status = "killed" if happened.status == "stopped" else happened.status
                 text = happened.failure or happened.error
                 self._ending = Ending(status, text.partition("\n")[0])
-        del self._rows[:-KEPT_ROWS]
-
-    @staticmethod
-    def _rows_of(points: list[Any]) -> list[Measured]:
-        return [Measured(point.t, point.step, point.values) for point in points if point.values]
 
     def _try(self, act: Callable[[], None]) -> None:
         """Call this function; an exception becomes one warning, and the call is repeated later."""
@@ -172,8 +191,7 @@ class Follower:
             return
         if self._task.name == "kubeflow":  # it shows the newest state, final or not
             self._tracker.write(())
-        while self._rows:
-            some = self._rows[:ROWS]
+        while some := self._rows.waiting[:ROWS]:
             # This is recorded first: if this process is killed in between, a step is missing
             # instead of existing twice.
             self._ledger.newest_step = max(
@@ -182,11 +200,14 @@ class Follower:
             self._ledger.write(self._folder, self._task.name)
             self._life.called = time.monotonic()
             self._tracker.write(some)
-            del self._rows[: len(some)]
-        for page in sorted(set(self._folder.glob("blame-*.txt")) - self._pages):
-            if int(page.stem.partition("-")[2]) > self._pages_before:
-                self._tracker.page(page)
-            self._pages.add(page)
+            del self._rows.waiting[: len(some)]
+        pages = {
+            int(page.stem.partition("-")[2]): page for page in self._folder.glob("blame-*.txt")
+        }
+        for number in sorted(pages):
+            if number > self._last_page:
+                self._tracker.page(pages[number])
+                self._last_page = number
 
     def _wanted(self) -> bool:
         """Report whether it is time to open the tracker's run.
@@ -195,7 +216,9 @@ class Follower:
         the program reports; but MLflow's run creates the id that the program needs.
         """
         if self._task.program:
-            return self._task.name == "mlflow" or any(row.step is not None for row in self._rows)
+            return self._task.name == "mlflow" or any(
+                row.step is not None for row in self._rows.waiting
+            )
         return self._placed
 
     def _open(self) -> Tracker:
