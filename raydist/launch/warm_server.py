@@ -63,10 +63,11 @@ def prepare(job: Job) -> WarmServer | None:
 def begin(overrides: Sequence[str]) -> None:
     """Start the server of the most likely run with these overrides, while they are composed.
 
-    Without settings that change the server, it is the one that acquire() returns. ConfigError: no
-    run may be started from here.
+    Without settings that change the server, it is the one that acquire() returns. In a Slurm
+    allocation without Ray nothing is started: there the run may be refused.
     """
-    slurm.check_task(os.environ)
+    if slurm.may_refuse(os.environ):
+        return
     if not any(text.lstrip("+~").startswith(SETTINGS) for text in overrides):
         threading.Thread(target=_begin, name="raydist-warm", daemon=True).start()
 

@@ -229,15 +229,15 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         calls its actors temporarily unavailable.
         """
         nodes = {self.plan.slots[rank].node.id for rank in gone}
-        asked = {
+        replies = {
             slot.rank: self.call(slot.rank, IsOpen())
             for slot in self.plan.slots
             if slot.node.id not in nodes
         }
-        wait(asked.values(), timeout=longest(IDLE_S, len(asked)))
+        wait(replies.values(), timeout=longest(IDLE_S, len(replies)))
         is_open = {
             rank
-            for rank, reply in asked.items()
+            for rank, reply in replies.items()
             if reply.done() and reply.exception() is None and reply.result()
         }
         return [slot.rank for slot in self.plan.slots if slot.rank not in is_open]
@@ -303,7 +303,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Write the last snapshot to the disk; return why no node could, empty if one has."""
         return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
-    def save_shards(self, asked: kinds.SaveShards) -> None:
+    def save_shards(self, request: kinds.SaveShards) -> None:
         """Have all nodes write the sharded checkpoint that rank 0 requested.
 
         The ranks train meanwhile.
@@ -313,9 +313,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         for slot in self.plan.slots:
             number = of_node[slot.node_rank]
             ranks[number] = (*ranks.get(number, ()), slot.rank)
-        described = Description(asked.keep, asked.best, asked.folder, asked.metrics, asked.reported)
+        described = Description(
+            request.keep, request.best, request.folder, request.metrics, request.reported
+        )
         nodes = [FlushNode(lead.node.host, partial(self.call, lead.rank)) for lead in self._leads]
-        self._saver.start(nodes, WholeShards(asked.step, self.plan.world_size, ranks), described)
+        self._saver.start(nodes, WholeShards(request.step, self.plan.world_size, ranks), described)
 
     def finish_saves(self) -> None:
         """Wait for a sharded checkpoint being written, unless a node with a part of it is gone."""

@@ -28,8 +28,7 @@ or raises a ConfigError that names the value and what to type instead. Starts no
     run_folder.py         The location of a run's checkpoints and records
     script.py             Find the program of `script=` before anything starts
     secrets.py            Tell by name or value which settings are secrets; strip them for saving
-    slurm.py              Refuse a run that a Slurm allocation would start several times, or beside
-                          its nodes
+    slurm.py              Refuse a run that Slurm would start several times, or outside of its nodes
     targets.py            Find the function of `job=` by name and check its arguments, without
                           importing it
     torchrun.py           torchrun's flags -> raydist's overrides, a note that a flag is not needed,

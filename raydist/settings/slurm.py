@@ -1,4 +1,4 @@
-"""Refuse a run that a Slurm allocation would start several times, or beside its nodes. (pure)"""
+"""Refuse a run that Slurm would start several times, or outside of its nodes. (pure)"""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from raydist.shared.errors import ConfigError
 
 
+def may_refuse(environ: Mapping[str, str]) -> bool:
+    """Report whether this process is in an allocation, without a Ray, and not a torchrun's rank."""
+    return "SLURM_JOB_ID" in environ and not environ.keys() & {"RAY_ADDRESS", "RANK"}
+
+
 def check_task(environ: Mapping[str, str]) -> None:
     """Raise ConfigError in each of several tasks of srun, and in a shell of salloc on no node.
 
     Not if Ray is running already (RAY_ADDRESS), nor in a rank of torchrun (RANK). The tasks after
-    the first raise SystemExit, so that there is one message.
+    the first raise SystemExit, so that there is one message. Called once for each run, before its
+    folder is created.
     """
-    if "RAY_ADDRESS" in environ or "RANK" in environ or "SLURM_JOB_ID" not in environ:
+    if not may_refuse(environ):
         return
     tasks, task = environ.get("SLURM_STEP_NUM_TASKS", "1"), environ.get("SLURM_PROCID")
     if tasks == "1" and task is not None:
@@ -22,7 +28,7 @@ def check_task(environ: Mapping[str, str]) -> None:
         raise SystemExit(ConfigError.exit_code)
     nodes = environ.get("SLURM_JOB_NUM_NODES", "1")
     cause = (
-        f"each of srun's {tasks} tasks would be a run of its own"
+        f"each of srun's {tasks} tasks would be a separate run"
         if task
         else "this shell of salloc is on none of the allocation's nodes"
     )

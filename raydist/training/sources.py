@@ -140,7 +140,7 @@ class Stream(data.Order):
         self.note_wait = note_wait
         self._steps: Iterator[Step] | None = None
         self._next: Step | None = None
-        self._over = self._told = False
+        self._over = self._warned = False
         self._state: State | None = None
 
     @property
@@ -209,8 +209,8 @@ class Stream(data.Order):
         )
 
     def _tell_left(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             text = (
                 f"train={self.name} has more batches here than on other ranks: each epoch "
                 "ends with the shortest"

@@ -45,7 +45,7 @@ class DataWait:
         self._since = time.perf_counter()
         self._count = 0
         self._look = FIRST_LOOK
-        self._told = False
+        self._warned = False
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the same batches, and count the time to get each."""
@@ -70,14 +70,14 @@ class DataWait:
         `kind`: that of the source. A collective after some steps.
         """
         self._count += 1
-        if self._told or self._count < self._look:
+        if self._warned or self._count < self._look:
             return
         now = time.perf_counter()
         self._look = 2 * self._look
         mine = torch.tensor([self._waited, now - self._since], dtype=torch.float64)
         rows = [(float(row[0]), float(row[1])) for row in self._comm.gather(mine)]
         if self._count > FIRST_LOOK and (found := finding(rows, kind, self._workers)):
-            self._told = True  # on all ranks, because they have the same rows
+            self._warned = True  # on all ranks, because they have the same rows
             if context.rank().rank == found[0]:
                 context.warn(found[1])
         self._waited = 0.0

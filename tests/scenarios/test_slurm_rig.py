@@ -221,7 +221,7 @@ def test_a_command_in_an_allocation_is_one_run_on_a_node_or_refused(slurm: Slurm
         "code 2",
         "code 0",
     ], screen
-    assert screen.count("each of srun's 3 tasks would be a run of its own") == 2, screen
+    assert screen.count("each of srun's 3 tasks would be a separate run") == 2, screen
     assert screen.count("this shell of salloc is on none of the allocation's nodes") == 1, screen
     assert screen.count("sbatch --nodes=3 deploy/slurm/train.sbatch") == 3, screen
     runs = slurm.project / "runs"

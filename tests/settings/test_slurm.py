@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from raydist.launch import warm_server
 from raydist.settings import slurm
 from raydist.shared.errors import ConfigError
 
@@ -40,3 +43,20 @@ def test_only_the_first_task_prints_it() -> None:
     with pytest.raises(SystemExit) as ended:
         slurm.check_task({**STEP, "SLURM_PROCID": "2"})
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("environ", "begun"), [({}, 1), (STEP, 0), (SHELL, 0), (BATCH, 0)])
+def test_no_server_is_started_before_it_is_checked(
+    environ: dict[str, str], begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RANK", *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    started: list[int] = []
+    monkeypatch.setattr(warm_server, "_begin", lambda: started.append(1))
+    warm_server.begin(["seed=1"])
+    for thread in threading.enumerate():
+        if thread.name == "raydist-warm":
+            thread.join()
+    assert len(started) == begun

@@ -210,9 +210,9 @@ def _providers(folders: list[Path], root: Path) -> Iterator[str]:
     files = (root / "etc/libibverbs.d").glob("*")
     lines = [line.split() for file in files for line in sysfs.read_text(file).splitlines()]
     named = [words[1] for words in lines if len(words) > 1 and words[0] == "driver"]
-    beside = [path for folder in folders for path in (folder / "libibverbs", folder)]
+    searched = [path for folder in folders for path in (folder / "libibverbs", folder)]
     for name in named or ["*"]:
-        places = [root] if name.startswith("/") else beside
+        places = [root] if name.startswith("/") else searched
         library = name[1:] if name.startswith("/") else f"lib{name}"
         for place in places:
             for path in place.glob(f"{library}-rdmav*.so"):
