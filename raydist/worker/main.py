@@ -187,10 +187,7 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
 
         lacks = step_timer.time_steps_of_process(channel.note_compute_time)
         if lacks and context.rank().rank == 0:
-            context.warn(
-                f"torch {sys.modules['torch'].__version__} has no DistributedDataParallel."
-                f"{lacks[0]}: slow ranks are not named"
-            )
+            context.warn(f"{lacks[0]}: slow ranks are not named")
         garbage.measure_pauses(channel.note_pauses)
     if job.train.gc:
         garbage.collect_together(job.train.gc)

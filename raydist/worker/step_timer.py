@@ -112,7 +112,7 @@ def seconds_between(begin: Any, end: Any) -> float:
 
 
 def time_steps_of_process(note: NoteComputeTime) -> list[str]:
-    """Time all further steps of this process; return the methods that this torch lacks for it."""
+    """Time all further steps of this process; return which parts for it torch or Horovod lack."""
     from torch.nn.parallel import DistributedDataParallel as DDP
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -120,10 +120,19 @@ def time_steps_of_process(note: NoteComputeTime) -> list[str]:
     register_optimizer_step_pre_hook(lambda *_: timer.end_step())
     _wrap_method(DDP, FORWARD_BEGINS, timer.pause, timer.resume)
     _wrap_method(DDP, FORWARD_ENDS, timer.pause, None)
-    horovod = sys.modules.get("horovod.torch.optimizer")
-    if optimizer := getattr(horovod, "_DistributedOptimizer", None):
-        _wrap_method(optimizer, "synchronize", timer.pause, timer.end_step)
-    return [name for name in (FORWARD_BEGINS, FORWARD_ENDS) if not hasattr(DDP, name)]
+    lacks = [
+        f"torch {torch.__version__} has no DistributedDataParallel.{name}"
+        for name in (FORWARD_BEGINS, FORWARD_ENDS)
+        if not hasattr(DDP, name)
+    ]
+    if horovod := sys.modules.get("horovod.torch.optimizer"):
+        # its public DistributedOptimizer is a function that derives a class from this one
+        optimizer = getattr(horovod, "_DistributedOptimizer", None)
+        if hasattr(optimizer, "synchronize"):
+            _wrap_method(optimizer, "synchronize", timer.pause, timer.end_step)
+        else:
+            lacks.append("horovod has no _DistributedOptimizer.synchronize")
+    return lacks
 
 
 def _wrap_method(

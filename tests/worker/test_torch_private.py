@@ -4,8 +4,9 @@ longer."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,22 +154,38 @@ def test_rank_0_warns_once_of_a_missing_recorder(
 def without_ddps_methods(job: Job) -> list[str]:
     from torch.nn.parallel import DistributedDataParallel
 
-    from raydist.worker import main
-
     for name in (torch_private.FORWARD_BEGINS, torch_private.FORWARD_ENDS):
         delattr(DistributedDataParallel, name)
+    return time_steps()
+
+
+def without_horovods_optimizer(job: Job) -> list[str]:
+    sys.modules["horovod.torch.optimizer"] = ModuleType("horovod.torch.optimizer")
+    return time_steps()
+
+
+def time_steps() -> list[str]:
+    from raydist.worker import main
+
     channel: Any = SimpleNamespace(note_compute_time=None, note_pauses=None)
     main.watch_steps(Job(train=Train(gc=0)), channel)
     return []
 
 
-def test_a_torch_in_which_steps_are_not_timed_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(2, GLOO, without_ddps_methods, tmp_path)
+@pytest.mark.parametrize(
+    ("without", "missing"),
+    [
+        (without_ddps_methods, "DistributedDataParallel._pre_forward"),
+        (without_horovods_optimizer, "_DistributedOptimizer.synchronize"),
+    ],
+)
+def test_a_library_with_which_steps_are_not_timed_is_named(
+    tmp_path: Path, without: Callable[[Job], list[str]], missing: str
+) -> None:
+    first, second = run_ranks(2, GLOO, without, tmp_path)
     assert (first.error, second.error) == ("", "")
     (warning,) = [each for each in first.events if each["kind"] == "warning"]
-    assert (
-        "has no DistributedDataParallel._pre_forward: slow ranks are not named" in warning["text"]
-    )
+    assert f"has no {missing}: slow ranks are not named" in warning["text"]
     assert not [each for each in second.events if each["kind"] == "warning"]
 
 
