@@ -196,8 +196,8 @@ class AgentServer:
                 self.mpi_since = self.mpi_since or time.time()
                 pid = self.fork(lambda: rank_main.run_program(program, *fds))
                 self.note_fork(pid, agent, number)
-            case LookAtModel() as request:
-                pid = self.fork(lambda: look_at_model(request, *fds))
+            case LookAtModel() as model_request:
+                pid = self.fork(lambda: look_at_model(model_request, *fds))
                 self.note_fork(pid, agent, number)
             case OpenStore(kind, address):
                 pid = self.fork_child(lambda: store_process(kind, address, *fds))
