@@ -153,15 +153,17 @@ class RankAgent:
         modules: tuple[str, ...] = ()
         place = self.folder
         if request.lead:
-            from raydist.node import probe
-
             self._own_server, place, modules = await asyncio.to_thread(
                 kept_server.choose, request, place
             )
-            # The driver knows the GPUs of each rank.
-            facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
+        # At once: a server to be kept for a moment only would end while the facts are read.
         self._connecting = asyncio.create_task(ForkClient.connect(place))
         self._client = await self._connecting
+        if request.lead:
+            from raydist.node import probe
+
+            # The driver knows the GPUs of each rank.
+            facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
         self._writer = Writer(self._client, self._add_event, self._spawn)
         if request.lead:
             raylet = ray_private.raylet_pid() if request.ray_stays else 0

@@ -157,7 +157,7 @@ class Supervisor:
         return rank not in self.ends or self.ends[rank].how == "lost"
 
     def _declare_lost(self, since: float, stuck: bool) -> None:
-        """Handle the loss of agents that were not heard since then.
+        """Handle the loss of agents that have not answered since then.
 
         `stuck`: the processes of the other ranks were sent SIGKILL, and do not end.
         """

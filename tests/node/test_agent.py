@@ -39,7 +39,8 @@ from raydist.messages.agent import (
 )
 from raydist.messages.request import Request
 from raydist.messages.server import OpenStore, SignalProcess
-from raydist.node import rank_spec
+from raydist.network.facts import Facts
+from raydist.node import probe, rank_spec
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
@@ -224,9 +225,17 @@ def test_an_agent_that_waits_for_the_first_one_can_be_closed() -> None:
 def test_a_server_stays_no_longer_than_the_admin_of_its_node_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run lifted the limit."""
+    """The first run lifted the limit; with a limit shorter than the reading of the machine's facts,
+    the server ended before the agent had connected."""
     monkeypatch.setenv("RAYDIST_KEEP_WARM_S", "0.2")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    read_facts = probe.read_facts
+
+    def read_slowly(**known: Any) -> Facts:
+        time.sleep(2.0)  # longer than the server takes to begin and to end
+        return read_facts(**known)
+
+    monkeypatch.setattr(probe, "read_facts", read_slowly)
 
     async def main() -> int:
         agent = RankAgent()
