@@ -58,8 +58,10 @@ test-all: test  ## the same, then the slow tests: what CI runs
 	$(RUN) $(TESTS) -m slow
 
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+# Each process writes what it ran when it ends, which takes a while: a few tests then see another rank end first. What
+# fails is the concern of `make test`; here only the floor of pyproject.toml decides.
 coverage: $(VENV)/.tested  ## what the tests that are not slow run of raydist, in drivers, fork servers and ranks
-	$(RUN) coverage run -m $(TESTS) -m "not slow"
+	-$(RUN) coverage run -m $(TESTS) -m "not slow"
 	$(RUN) coverage combine --quiet
 	$(RUN) coverage report
 
