@@ -29,6 +29,8 @@ COMMANDS = (
         "bandwidth", "tools.bandwidth", "measure collectives on the ranks that a job would have"
     ),
     Command("watch", "tools.watch", "show a run or a sweep in the browser"),
+    Command("ranks", "tools.ranks", "show where each rank of a run is, and what it is doing"),
+    Command("stacks", "tools.stacks", "show where in their programs the ranks of a run are"),
     Command("sweep", "tools.sweep", "run a job with many settings, side by side"),
     Command("submit", "tools.submit", "submit a command to a Ray cluster, and follow its log"),
     Command("warm", "tools.warm", "list the fork servers that wait for the next run"),

@@ -31,6 +31,8 @@ from raydist.shared.errors import as_raydist_error
 from raydist.shared.events import Events, Reader
 from raydist.shared.outcome import Attempt
 from raydist.shared.signals import stoppable
+from raydist.watch.operate.answers import OperatedRun
+from raydist.watch.operate.server import OperateServer
 from raydist.watch.track import Trackers
 from raydist.watch.watching import watching
 from raydist.worker import backends
@@ -192,4 +194,5 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
     network_check.check_network(group, events.warn)
-    attempts.make(job, group)
+    with OperateServer(OperatedRun(Path(job.dir), group, events, connect.own_node())):
+        attempts.make(job, group)

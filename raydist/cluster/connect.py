@@ -217,6 +217,14 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
         _reaper = local_ray.reaper(started)
 
 
+def own_node() -> str:
+    """Return Ray's id of this process's node; empty while it is not connected to Ray."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def alive_nodes() -> list[Node]:
     """Return the nodes that are alive now."""
     import ray

@@ -214,11 +214,56 @@ class RankActivity:
     """The last entries of torch's flight recorder, oldest first."""
     beat: tuple[int, str, float] = (0, "", 0.0)
     """Its heartbeat after that."""
+    way: StackWay = ""
+
+
+StackWay = Literal["", "thread", "signal"]
+"""Who wrote a rank's stack: a thread of the rank, or faulthandler's handler of a signal.
+
+Empty: there is none."""
 
 
 @dataclass(frozen=True)
 class Examine(Request["RankActivity | None"]):
     """Examine a rank that may hang; the reply is None if it has ended."""
+
+    quick: bool = False
+    """Reply as soon as there is a stack; `busy` is then inexact."""
+
+
+@dataclass(frozen=True)
+class NativeStack:
+    """What py-spy says about a rank."""
+
+    text: str
+    """Its threads, with the frames of C code; empty if it failed."""
+    error: str = ""
+    """Why there is none, and what helps."""
+
+
+@dataclass(frozen=True)
+class GetNativeStack(Request["NativeStack | None"]):
+    """Have py-spy read the stacks of a rank, C code included; the reply is None if it has ended."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What an agent knows about its running rank without asking it."""
+
+    pid: int
+    state: str
+    """The letter of its process's state in /proc/PID/stat."""
+    beat: tuple[int, str, float]
+    """Its last heartbeat: step, phase, seconds since the epoch."""
+    quiet: float
+    """The age of the heartbeat in seconds; 0: there is none."""
+    work: tuple[int, float, float]
+    """As in RankNews."""
+
+
+@dataclass(frozen=True)
+class GetStatus(Request["RankStatus | None"]):
+    """Reply at once with the status of the rank; None if it has ended."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ and ends, and keeps their snapshots when a rank dies.
                           rank's agent
     mpi_segments.py       Removes killed MPI ranks' shared memory from /dev/shm, where it stays
                           until a reboot
+    native_stack.py       Has py-spy read the stacks of a rank with the frames of C code, if it is
+                          there
     nccl_output.py        NCCL's log of one rank: forwarded for fabric.debug, checked for
                           fabric.strict
     oom.py                Reports whether the kernel's OOM killer ended a process, by its counters

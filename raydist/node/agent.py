@@ -24,8 +24,10 @@ from raydist.messages.agent import (
     FindUnreachablePaths,
     Flush,
     GetLoad,
+    GetNativeStack,
     GetNetworkUse,
     GetNews,
+    GetStatus,
     GetValue,
     IsOpen,
     KeepCall,
@@ -112,8 +114,12 @@ class RankAgent:
                 return await self.start(request)
             case GetNews():
                 return await self._started().news(request.patience)
-            case Examine():
-                return await self._process.examine() if self._process is not None else None
+            case GetStatus():
+                return self._process.status() if self._process is not None else None
+            case Examine(quick):
+                return await self._process.examine(quick) if self._process is not None else None
+            case GetNativeStack():
+                return await self._process.native_stack() if self._process is not None else None
             case HoldRank():
                 return await self._started().hold(request)
             case StopAfter() | ReleaseRank():

@@ -107,8 +107,17 @@ def process_state(pid: int) -> tuple[str, float]:
 
     Returns ("", 0.0) if they are unknown.
     """
+    return _read_state(Path(f"/proc/{pid}/stat"))
+
+
+def main_thread_cpu(pid: int) -> float:
+    """Return the CPU seconds that the main thread of a process has used; 0.0: unknown."""
+    return _read_state(Path(f"/proc/{pid}/task/{pid}/stat"))[1]
+
+
+def _read_state(file: Path) -> tuple[str, float]:
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        after_name = file.read_text().rpartition(")")[2].split()
     except OSError:
         return "", 0.0
     return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")

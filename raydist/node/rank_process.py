@@ -16,18 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raydist.messages.agent import (
     DYING_S,
+    NativeStack,
     ProcessEnd,
     RankActivity,
     RankEnd,
     RankNews,
+    RankStatus,
     RecordedError,
+    StackWay,
     StartRank,
 )
 from raydist.messages.rank import Activity, HoldRank
 from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
-from raydist.node import oom
+from raydist.node import native_stack, oom
 from raydist.node.fork_client import ForkClient
-from raydist.node.processes import main_stack, process_state
+from raydist.node.processes import main_stack, main_thread_cpu, process_state
 from raydist.node.rank_channel import RankChannel
 from raydist.node.rank_reports import RankReports
 from raydist.node.writer import Writer
@@ -40,6 +43,12 @@ if TYPE_CHECKING:
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a
 second."""
+QUICK_S = 0.4
+"""Seconds after which a rank that uses no CPU does not answer."""
+HELD_S = 0.4
+"""CPU seconds of its main thread after which a rank does not answer."""
+TICK_S = 0.01
+"""The unit in which the kernel counts CPU time."""
 STOP_S = 3.0
 """Limit on the wait for a rank's end after SIGKILL. The driver gives up after 5 s
 (launch.limits.SILENT_S)."""
@@ -142,32 +151,62 @@ class RankProcess:
             self._end_refused(why)
         return self.reports.read(end, server_quiet)
 
-    async def examine(self) -> RankActivity | None:
+    def status(self) -> RankStatus | None:
+        """Return what is known about the running process without asking it; None: it has ended."""
+        if not self.running:
+            return None
+        return self.reports.status(self.pid, process_state(self.pid)[0])
+
+    async def examine(self, quick: bool = False) -> RankActivity | None:
         """Return what the rank's process is doing now; None if it has ended.
 
         That is its state, the CPU it uses, its stacks and its last collectives.
 
         If a rank does not answer because native code holds the GIL, a signal makes it write its
         main thread's stack: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
-        can't be read is empty.
+        can't be read is empty. `quick`: as in Examine.
         """
         if not self.running:
             return None
         state, before = process_state(self.pid)
+        began = time.monotonic()
         self.channel.ask_activity()
-        await asyncio.sleep(EXAMINE_S)
-        state, after = process_state(self.pid)
-        answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
-        while self.channel.activity is None and time.monotonic() < answer_by:
-            await asyncio.sleep(0.05)
+        if quick:
+            await self._await_activity(state)
+        else:
+            await asyncio.sleep(EXAMINE_S)
+            state, after = process_state(self.pid)
+            answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
+            while self.channel.activity is None and time.monotonic() < answer_by:
+                await asyncio.sleep(0.05)
+        after = process_state(self.pid)[1]
+        busy = (after - before) / max(time.monotonic() - began, TICK_S)
         activity = self.channel.activity
+        way: StackWay = "thread"
         if activity is None:
             send_signal = partial(self._send_signal, STACKS_SIGNAL)
             stacks = Path(f"{self.reports.base}.value.stacks")
             activity = Activity(await main_stack(self.pid, stacks, send_signal), ())
-        busy = (after - before) / EXAMINE_S
-        beat = self.reports.beat()
-        return RankActivity(self.pid, state, busy, activity.stack, activity.collectives, beat)
+            way = "signal" if activity.stack else ""
+        beat, stack = self.reports.beat(), activity.stack
+        return RankActivity(self.pid, state, busy, stack, activity.collectives, beat, way)
+
+    async def _await_activity(self, state: str) -> None:
+        """Wait until the rank answers, or can't because native code keeps the GIL.
+
+        It can't if it is stopped; if it sleeps for QUICK_S without an answer; or if its main thread
+        computes for HELD_S: one that runs Python code releases the GIL every 5 ms.
+        """
+        before, began = main_thread_cpu(self.pid), time.monotonic()
+        while self.channel.activity is None and state not in ("T", "t", ""):
+            await asyncio.sleep(0.01)
+            used, waited = main_thread_cpu(self.pid) - before, time.monotonic() - began
+            if waited > ANSWER_S or used > HELD_S or (waited > QUICK_S and used <= TICK_S):
+                return
+
+    async def native_stack(self) -> NativeStack | None:
+        """Return what py-spy says about the rank; None if it has ended."""
+        return await native_stack.read(self.pid) if self.running else None
 
     async def hold(self, request: HoldRank) -> int:
         """Ask the rank to pause after its current step, and return that step.

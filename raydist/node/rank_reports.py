@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raydist.messages.agent import RankEnd, RankNews, StartRank
+from raydist.messages.agent import RankEnd, RankNews, RankStatus, StartRank
 from raydist.node import nccl_output
 from raydist.node.nccl_output import NcclLog
 from raydist.node.output_file import OutputFile
@@ -91,6 +91,12 @@ class RankReports:
         return RankNews(
             events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time()
         )
+
+    def status(self, pid: int, state: str) -> RankStatus:
+        """Return the status of the running rank. `state`: that of its process."""
+        _, _, at = beat = self.beat()
+        quiet = time.time() - at if at else 0.0
+        return RankStatus(pid, state, beat, quiet, read_compute_time(self._beat))
 
     def beat(self) -> tuple[int, str, float]:
         """Return the last heartbeat: step, phase, seconds since the epoch."""

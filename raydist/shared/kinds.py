@@ -504,6 +504,19 @@ class Takeover(HasPlan):
     """The host name of the other node."""
 
 
+class Operated(Event):
+    """A person has looked into the run or steered it: `raydist stacks`, `save`, …"""
+
+    command: str
+    """stacks, save, …: the name of the command."""
+    text: str
+    """What came of it, on one line."""
+    ranks: Sequence[int] = ()
+    """The ranks that were named; empty: all."""
+    file: str = ""
+    """The file in the run folder with the whole answer; empty: none."""
+
+
 class Result(Event):
     """The run ended: the last line of the file, with the content of result.json."""
 

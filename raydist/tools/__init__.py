@@ -23,6 +23,11 @@ Each takes the same overrides as `python -m raydist.train`.
                           Ray cluster
     plan.py               The command `raydist plan`: print where ranks would run and with which
                           variables
+    ranks.py              The command `raydist ranks`: where each rank of a run is, and what it is
+                          doing
+    running.py            Find the run that a person means, connect to its driver, and ask it
+    stacks.py             The command `raydist stacks`: where in their programs the ranks of a run
+                          are
     submit.py             The command `raydist submit`: submit a job to a running Ray cluster, show
                           its log
     sweep.py              The command `raydist sweep`: run a job with many settings, ending bad

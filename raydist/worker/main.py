@@ -24,6 +24,8 @@ from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
 
 PR_SET_PDEATHSIG = 1
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
+"""Of Yama: see prctl(2)."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -35,6 +37,15 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
+
+
+def admit_py_spy() -> None:
+    """Let any process of this user trace this one, also where Yama admits only its ancestors.
+
+    py-spy is none: the agent starts it. The other rules of ptrace(2) stay.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_long(PR_SET_PTRACER_ANY), 0, 0, 0)
 
 
 def become_rank(spec: RankSpec, log_fd: int) -> None:
@@ -49,6 +60,7 @@ def become_rank(spec: RankSpec, log_fd: int) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable()
     stacks.answer_signal(f"{spec.value}.stacks")
+    admit_py_spy()
     os.environ.clear()
     os.environ.update(spec.env)
     with contextlib.suppress(OSError):

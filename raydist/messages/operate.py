@@ -1,0 +1,75 @@
+"""Command and driver: look into a run, and steer it. (either side)
+
+They travel as lines of JSON over a Unix socket of the driver (watch/operate/server.py). The command
+sends one request; the driver replies with one or several messages, and closes the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from raydist.messages.wire import Message
+
+
+class OperateMessage(Message):
+    """A message between a command and the driver of a run."""
+
+
+class RankRow(TypedDict):
+    """What is known about a rank now."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    """The newest step that it reported, or that was timed."""
+    own_s: float
+    """Seconds of its own work in a step; 0: not timed."""
+    wait_s: float
+    """Seconds of a step in which it waits for other ranks."""
+    quiet_s: float
+    """Seconds since its last heartbeat; 0: it has none."""
+    state: str
+    """What it is doing, for a person."""
+
+
+@dataclass(frozen=True)
+class ListRanks(OperateMessage):
+    """Reply with RankTable."""
+
+
+@dataclass(frozen=True)
+class RankTable(OperateMessage):
+    """All ranks of the attempt that runs now."""
+
+    rows: Sequence[RankRow]
+
+
+@dataclass(frozen=True)
+class GetStacks(OperateMessage):
+    """Reply with Told: what these ranks are doing, line by line."""
+
+    ranks: Sequence[int]
+    """Empty: all."""
+    native: bool
+    """Whether to have py-spy read the frames of C code too."""
+
+
+@dataclass(frozen=True)
+class Told(OperateMessage):
+    """The reply to a request, for a person."""
+
+    lines: Sequence[str]
+    file: str = ""
+    """The file in the run folder that has the reply and more."""
+
+
+@dataclass(frozen=True)
+class Refused(OperateMessage):
+    """The driver did not carry out the request. Nothing follows."""
+
+    text: str
+    usage: bool
+    """Whether the command was typed wrongly; otherwise it failed."""

@@ -1,0 +1,164 @@
+"""Find the run that a person means, connect to its driver, and ask it. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from raydist.messages.operate import Refused
+from raydist.messages.wire import Message
+from raydist.shared import env_names
+from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.own_path import machine_id
+from raydist.tools.command_line import ToolParser
+from raydist.watch.operate.connection import FILE, Connection, DriverAddress, read_address
+from raydist.watch.operate.relay import RelayedConnection, connect_here
+from raydist.watch.web.runs import EVENTS, no_run, runs_below
+
+Kind = TypeVar("Kind", bound=Message)
+Link = Connection | RelayedConnection
+
+
+class RunEnded(RaydistError):
+    """The run ended while a command was about it."""
+
+
+def run_parser(name: str, description: str, more: str = "") -> ToolParser:
+    """Return the parser of a command about a run.
+
+    `more`: what may follow the run, for its help.
+    """
+    parser = ToolParser(name, description)
+    parser.positional("RUN", f"a run folder, or newest (default){more}")
+    return parser
+
+
+@contextlib.contextmanager
+def connected_run(place: str) -> Iterator[Link]:
+    """Yield a connection to the driver of the run that a person's text means.
+
+    ConfigError: there is no such run, or it does not run. RunEnded: it ended meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+        folder, address = find_run(place)
+        stack.enter_context(connect_to(folder, address))
+        link = open_link(folder, address)
+        stack.callback(link.close)
+        try:
+            yield link
+        except (ConnectionError, TimeoutError) as error:
+            raise RunEnded(f"{folder}: the run has ended") from error
+
+
+def find_run(place: str) -> tuple[Path, DriverAddress]:
+    """Return the folder of the run, and where its driver listens.
+
+    `place`: a run folder; a folder of runs, or `newest`, for the run there that began last.
+    """
+    root = Path(os.environ.get(env_names.RUNS, "runs")) if place == "newest" else Path(place)
+    if not root.is_dir():
+        there = [path.name for path in root.parent.glob("*")] if root.parent.is_dir() else []
+        guess = nearest(root.name, there) if place != "newest" else None
+        why = (
+            f"no run is below {root.absolute()}" if place == "newest" else "there is no such folder"
+        )
+        raise no_run(place, why, str(root.parent / guess) if guess else "a run folder")
+    folders = [root] if (root / EVENTS).exists() else [*runs_below(root).values()]
+    running = [(path, found) for path in folders if (found := read_address(path)) is not None]
+    if not running:
+        what = "the run has ended, or its ranks have not started" if folders == [root] else ""
+        raise no_run(place, what or "no run is running there", "the folder of a run that runs")
+    return max(running, key=lambda each: (each[0] / FILE).stat().st_mtime)
+
+
+def connect_to(folder: Path, address: DriverAddress) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which this process is connected to Ray, if the driver is elsewhere.
+
+    ConfigError: the driver is elsewhere, and has no Ray.
+    """
+    if _is_here(address):
+        return contextlib.nullcontext()
+    from raydist.cluster import connect
+    from raydist.settings.config import Job
+    from raydist.tools.plan import connected
+
+    if not address.node or not connect.running_address():
+        which = "no Ray runs here" if address.node else "it has no Ray"
+        why = f"its driver is on {address.host}, in other namespaces than this shell, and {which}"
+        raise no_run(str(folder), why, f"the command on {address.host}, or set RAY_ADDRESS")
+    return connected(Job())
+
+
+def open_link(folder: Path, address: DriverAddress) -> Link:
+    """Connect to the driver. ConfigError: it has ended."""
+    try:
+        if _is_here(address):
+            return connect_here(address.socket)
+        return RelayedConnection(address.socket, address.node)
+    except PermissionError as error:
+        raise no_run(
+            str(folder), "its driver belongs to another user", "that user's name"
+        ) from error
+    except OSError as error:
+        why = f"its driver (pid {address.pid} on {address.host}) does not answer: it has ended"
+        raise no_run(str(folder), why, "the folder of a run that runs") from error
+
+
+def _is_here(address: DriverAddress) -> bool:
+    with contextlib.suppress(OSError):
+        own = os.readlink("/proc/self/ns/net")
+        return (address.machine, address.network) == (machine_id(), own)
+    return False
+
+
+def receive(link: Link, kind: type[Kind]) -> Kind:
+    """Return the driver's next message, which must be of this kind.
+
+    ConfigError, RaydistError: the driver has refused the request, or could not carry it out.
+    ConnectionError: the run has ended.
+    """
+    message = link.receive()
+    if message is None:
+        raise ConnectionResetError
+    if not isinstance(message, kind):
+        raise refusal(message)
+    return message
+
+
+def refusal(message: Message) -> RaydistError:
+    """Return the error for a message with which the driver has refused a request."""
+    if isinstance(message, Refused):
+        return ConfigError(message.text) if message.usage else RaydistError(message.text)
+    return RaydistError(f"the run's raydist is another one: it sent {type(message).__name__}")
+
+
+def one_place(command: str, words: list[str]) -> str:
+    """Return the run that the words name. ConfigError: they are several."""
+    if len(words) > 1:
+        raise no_run(" ".join(words), f"{command} is about one run at a time", words[0])
+    return words[0] if words else "newest"
+
+
+def run_and_ranks(command: str, words: list[str]) -> tuple[str, list[int]]:
+    """Return the run and the ranks that the words name: `[RUN] [rank=0,2]`; no ranks: all."""
+    named = [word for word in words if word.startswith("rank=")]
+    others = [word for word in words if word not in named]
+    for word in others:
+        if "=" in word and not Path(word).exists():
+            raise ConfigError(f"{word}: there is no such word; type rank=3", word, None, "rank=3")
+    ranks = [rank for word in named for rank in rank_numbers(word.removeprefix("rank="))]
+    return one_place(command, others), ranks
+
+
+def rank_numbers(text: str) -> list[int]:
+    """Return the ranks of `3`, `0,2` or `0-3`. ConfigError: it is none of these."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()) or part.endswith("-"):
+            raise ConfigError.of("rank", text, "must be ranks", "rank=3", "rank=0,2", "rank=0-3")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks

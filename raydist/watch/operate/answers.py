@@ -1,0 +1,121 @@
+"""A request of a command -> what the agents and ranks are asked, and the reply. (driver)"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from raydist.launch.limits import longest
+from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import Examine, GetNativeStack, GetStatus
+from raydist.messages.operate import GetStacks, ListRanks, RankRow, RankTable, Told
+from raydist.messages.request import AnyReply, Request
+from raydist.messages.wire import Message
+from raydist.shared.errors import ConfigError
+from raydist.shared.events import Events
+from raydist.shared.rank_names import name_ranks
+from raydist.watch.operate import folding
+from raydist.watch.operate.connection import Connection
+from raydist.watch.operate.records import record, write_answer
+from raydist.watch.operate.wording import silent_row, status_row
+
+STACKS_S = 5.0
+"""Limit on the wait for stacks; a busy rank that holds the GIL answers last."""
+NATIVE_S = 30.0
+"""Limit on the wait for py-spy, which reads the symbols of every library of the ranks."""
+STATUS_S = 2.0
+"""Limit on the wait for agents to say what they know; an agent that does not is named."""
+
+
+@dataclass(frozen=True)
+class OperatedRun:
+    """The run that is operated, while its agents are open."""
+
+    folder: Path
+    group: WorkerGroup
+    events: Events
+    node: str
+    """Ray's id of the driver's node; empty without Ray."""
+
+
+def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
+    """Carry out a request.
+
+    OSError: the command has gone. ConfigError: it was typed wrongly.
+    """
+    match request:
+        case ListRanks():
+            connection.send(RankTable(rank_rows(run)))
+        case GetStacks(ranks, native):
+            connection.send(tell_stacks(run, ranks, native))
+        case _:
+            # A newer raydist, whose message this one happens to know for another purpose.
+            raise ConfigError(f"the run's raydist does not know {type(request).__name__}")
+
+
+def rank_rows(run: OperatedRun) -> list[RankRow]:
+    """Return what is known about each rank now."""
+    slots = run.group.plan.slots
+    found = ask_ranks(run, GetStatus(), range(len(slots)), STATUS_S)
+    return [
+        status_row(slot.rank, slot.node.host, found[slot.rank])
+        if slot.rank in found
+        else silent_row(slot.rank, slot.node.host)
+        for slot in slots
+    ]
+
+
+def tell_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> Told:
+    """Return what these ranks are doing; the file has the stacks of all their threads."""
+    slots, ranks = run.group.plan.slots, chosen_ranks(run, named)
+    found = ask_ranks(run, Examine(quick=True), ranks, STACKS_S)
+    # Afterwards: py-spy would keep the ranks' CPUs busy.
+    by_py_spy = ask_ranks(run, GetNativeStack(), found, NATIVE_S) if native else {}
+    seen = [
+        folding.seen_of(rank, slots[rank].node.host, each, by_py_spy.get(rank))
+        for rank, each in found.items()
+        if each is not None
+    ]
+    ended = [rank for rank, each in found.items() if each is None]
+    silent = [rank for rank in ranks if rank not in found]
+    groups = folding.fold(seen)
+    headline = folding.headline(groups, source_line)
+    lines = [*folding.describe(groups, source_line)]
+    lines += [f"{name_ranks(ended)}: ended"] if ended else []
+    lines += [f"{name_ranks(silent)}: its agent does not answer"] if silent else []
+    whole = [f"rank {each.state.rank}:\n{each.state.stack}" for each in seen]
+    file = write_answer(run.folder, run.events, "stacks", [*lines, "", *whole])
+    record(run.events, "stacks", headline or lines[-1], named, file)
+    return Told(lines, file)
+
+
+def source_line(file: str, line: int) -> str:
+    """Return a line of a program's file, if this machine has the file."""
+    linecache.checkcache(file)
+    return linecache.getline(file, line).strip()
+
+
+def ask_ranks(
+    run: OperatedRun, request: Request[AnyReply], ranks: Iterable[int], within_s: float
+) -> dict[int, AnyReply]:
+    """Return the replies of the agents of these ranks that reply within so many seconds."""
+    calls = {rank: run.group.call(rank, request) for rank in ranks}
+    wait(calls.values(), timeout=longest(within_s, len(calls)))
+    return {
+        rank: call.result()
+        for rank, call in calls.items()
+        if call.done() and not call.cancelled() and call.exception() is None
+    }
+
+
+def chosen_ranks(run: OperatedRun, ranks: Collection[int]) -> list[int]:
+    """Return these ranks, or all if none are named. ConfigError: the run has no such rank."""
+    world = run.group.plan.world_size
+    for rank in ranks:
+        if not 0 <= rank < world:
+            why = f"the run has {world} ranks, 0 to {world - 1}"
+            raise ConfigError.of("rank", rank, why, f"rank={world - 1}")
+    return sorted(set(ranks)) or list(range(world))

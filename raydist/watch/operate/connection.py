@@ -1,0 +1,109 @@
+"""A connection between a command and the driver of a run, and where the driver listens. (driver)
+
+The driver listens on a Unix socket in Linux's abstract namespace: it opens no port, and leaves no
+file behind when it is killed. Each side accepts only a process of its own user (or root) that it
+can see: one in another container on the same network is refused, as its pid is not visible here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from raydist.messages.wire import Message, decode, encode
+
+FILE = "driver.json"
+"""The file of a run folder that says where its driver listens. It is there while ranks run."""
+LIMIT = 1 << 26
+"""Maximum bytes of a message; a longer one ends the connection."""
+
+
+@dataclass(frozen=True)
+class DriverAddress:
+    """Where the driver of a run listens. It contains no secret."""
+
+    socket: str
+    """The name in the abstract namespace."""
+    pid: int
+    host: str
+    machine: str
+    """As shared.own_path.machine_id()."""
+    network: str
+    """The network namespace of the driver: abstract names are visible in it only."""
+    node: str
+    """Ray's id of the driver's node; empty without Ray."""
+
+    def write(self, folder: Path) -> None:
+        """Write FILE: readers see the whole file or none."""
+        part = folder / f".{FILE}.{self.socket}"
+        part.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        os.replace(part, folder / FILE)
+
+
+def read_address(folder: Path) -> DriverAddress | None:
+    """Return where the driver of this run folder listens or listened; None if nothing says so."""
+    try:
+        return DriverAddress(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+class Connection(AbstractContextManager["Connection"]):
+    """One end of a connection: messages as lines of JSON.
+
+    One thread may send while another receives.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._rest = b""
+
+    def send(self, message: Message) -> None:
+        """Send a message. OSError: the other end has closed the connection."""
+        self.sock.sendall(encode(message) + b"\n")
+
+    def receive(self, within_s: float | None = None) -> Message | None:
+        """Return the next message; None once the other end has closed the connection.
+
+        TimeoutError: none came `within_s` seconds (None: waits). ValueError: it is no message.
+        """
+        while b"\n" not in self._rest:
+            if within_s is not None and not select.select([self.sock], [], [], within_s)[0]:
+                raise TimeoutError
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            if not data:
+                return None
+            self._rest += data
+            if len(self._rest) > LIMIT:
+                raise ValueError("a message is too long")
+        line, _, self._rest = self._rest.partition(b"\n")
+        return decode(line)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits in `receive` gets None."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_own(peer: socket.socket) -> bool:
+    """Report whether the process at the other end is of this user, or root, and visible here.
+
+    Source: SO_PEERCRED of unix(7). The pid is 0 for a process in another container.
+    """
+    size = struct.calcsize("iII")
+    pid, uid, _ = struct.unpack("iII", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid > 0 and uid in (0, os.getuid())

@@ -1,0 +1,46 @@
+"""What commands leave in the run folder: a file with the answer, and an event. (driver)"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from raydist.shared import kinds
+from raydist.shared.events import Events
+
+FOLDER = "operate"
+"""The folder of the answers, in the run folder."""
+
+
+def new_file(folder: Path, name: str, suffix: str) -> Path:
+    """Return the path of a new file for an answer: `operate/stacks-2026-11-25_23-10-11.txt`."""
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    (folder / FOLDER).mkdir(exist_ok=True)
+    stem = path = folder / FOLDER / f"{name}-{stamp}{suffix}"
+    number = 1
+    while path.exists():
+        number += 1
+        path = stem.with_stem(f"{stem.stem}-{number}")
+    return path
+
+
+def write_answer(folder: Path, events: Events, name: str, lines: Iterable[str]) -> str:
+    """Write an answer to a new file; return its path in the run folder, or "" if the disk is full.
+
+    A disk that is full must not keep a person from the answer.
+    """
+    try:
+        path = new_file(folder, name, ".txt")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        events.warn(f"the answer of raydist {name} is not in the run folder ({error.strerror})")
+        return ""
+    return str(path.relative_to(folder))
+
+
+def record(
+    events: Events, command: str, text: str, ranks: Sequence[int] = (), file: str = ""
+) -> None:
+    """Add the event of a command."""
+    events.add(kinds.Operated(command=command, text=text, ranks=tuple(ranks), file=file))

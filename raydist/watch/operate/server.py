@@ -1,0 +1,101 @@
+"""Listens for commands about a run while its ranks run, one thread for each command. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import threading
+from contextlib import AbstractContextManager
+
+from raydist.messages.operate import Refused
+from raydist.shared.errors import ConfigError, last_line
+from raydist.shared.own_path import machine_id
+from raydist.watch.operate.answers import OperatedRun, answer
+from raydist.watch.operate.connection import FILE, Connection, DriverAddress, is_own
+
+REQUEST_S = 10.0
+"""Seconds within which a command sends its request, or another one."""
+
+
+class OperateServer(AbstractContextManager["OperateServer"]):
+    """Answers commands about a run inside the `with` block. Its failure ends no run.
+
+    Until a command connects, its only thread waits in the kernel.
+    """
+
+    def __init__(self, run: OperatedRun) -> None:
+        self._run = run
+        self._listener: socket.socket | None = None
+        self._open = set[Connection]()
+        self._lock = threading.Lock()
+        """Guards the connections."""
+
+    def __enter__(self) -> OperateServer:
+        if sys.platform != "linux":  # elsewhere there is no abstract namespace
+            return self
+        name = f"raydist-{secrets.token_hex(8)}"
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{name}")
+            self._listener.listen()
+            self._address(name).write(self._run.folder)
+        except OSError as error:  # a full disk, or too many files are open
+            self._run.events.warn(
+                f"raydist ranks, stacks, … cannot reach this run ({error.strerror})"
+            )
+            return self
+        threading.Thread(
+            target=self._accept, args=(self._listener,), name="raydist-operate", daemon=True
+        ).start()
+        return self
+
+    def _address(self, name: str) -> DriverAddress:
+        return DriverAddress(
+            name,
+            os.getpid(),
+            socket.gethostname(),
+            machine_id(),
+            os.readlink("/proc/self/ns/net"),
+            self._run.node,
+        )
+
+    def __exit__(self, *_: object) -> None:
+        if self._listener is None:
+            return
+        (self._run.folder / FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        self._listener.close()
+        with self._lock:
+            for connection in self._open:
+                connection.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                sock, _ = listener.accept()
+                if is_own(sock):
+                    threading.Thread(
+                        target=self._serve, args=(Connection(sock),), name="raydist-command"
+                    ).start()
+                else:
+                    sock.close()
+
+    def _serve(self, connection: Connection) -> None:
+        """Answer one command, which may have several requests."""
+        with self._lock:
+            self._open.add(connection)
+        with connection, contextlib.suppress(OSError):  # the command has been ended
+            try:
+                while (request := connection.receive(REQUEST_S)) is not None:
+                    answer(self._run, request, connection)
+            except OSError:
+                raise
+            except Exception as error:
+                usage = isinstance(error, ConfigError)
+                connection.send(Refused(last_line(error), usage))
+        with self._lock:
+            self._open.discard(connection)
