@@ -30,7 +30,7 @@ from raydist.shared import kinds
 from raydist.shared.errors import as_raydist_error
 from raydist.shared.events import Events, Reader
 from raydist.shared.outcome import Attempt
-from raydist.shared.signals import stoppable
+from raydist.shared.signals import stoppable, stopper
 from raydist.watch.operate.answers import OperatedRun
 from raydist.watch.operate.server import OperateServer
 from raydist.watch.track import Trackers
@@ -194,5 +194,6 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
     network_check.check_network(group, events.warn)
-    with OperateServer(OperatedRun(Path(job.dir), group, events, connect.own_node())):
+    run = OperatedRun(Path(job.dir), group, events, connect.own_node(), stopper())
+    with OperateServer(run):
         attempts.make(job, group)

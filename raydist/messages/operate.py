@@ -58,6 +58,56 @@ class GetStacks(OperateMessage):
 
 
 @dataclass(frozen=True)
+class Execute(OperateMessage):
+    """Run a command beside each of these ranks; reply with Printed … and CommandEnded of each."""
+
+    ranks: Sequence[int]
+    argv: Sequence[str]
+
+
+@dataclass(frozen=True)
+class SendSignal(OperateMessage):
+    """Send a signal to the commands; from the command to the driver."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Printed(OperateMessage):
+    """What a command beside a rank has printed."""
+
+    rank: int
+    stream: int
+    """1: its output, 2: its errors."""
+    text: str
+    """UTF-8; bytes that are none are surrogates, as with errors="surrogateescape"."""
+
+
+@dataclass(frozen=True)
+class CommandEnded(OperateMessage):
+    """A command beside a rank has ended, or could not be started."""
+
+    rank: int
+    code: int
+    """As of a shell: 128 + its signal."""
+    error: str = ""
+    """Why nothing is known about it."""
+
+
+@dataclass(frozen=True)
+class SaveNow(OperateMessage):
+    """Have all ranks save a checkpoint; reply with Told before and after."""
+
+
+@dataclass(frozen=True)
+class StopRun(OperateMessage):
+    """Reply with Told, and stop the run; the connection closes when the ranks have ended."""
+
+    now: bool
+    """As a second Ctrl-C does."""
+
+
+@dataclass(frozen=True)
 class Told(OperateMessage):
     """The reply to a request, for a person."""
 

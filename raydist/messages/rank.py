@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from raydist.messages.request import Request
 from raydist.messages.wire import Message
@@ -56,7 +56,10 @@ class Activity(RankReply):
 
 @dataclass(frozen=True)
 class Holding(RankReply):
-    """The rank pauses after this step, until it gets StopAfter or ReleaseRank."""
+    """The rank pauses after this step, until it gets StopAfter or ReleaseRank.
+
+    The reply to HoldForAction is the same: it then waits for DoAfter or ReleaseFromAction.
+    """
 
     step: int
 
@@ -82,6 +85,35 @@ class StopAfter(Request[None], RankMessage):
 @dataclass(frozen=True)
 class ReleaseRank(Request[None], RankMessage):
     """Let a paused rank continue, because not all ranks can hold now.
+
+    The agent forwards the message to the rank.
+    """
+
+
+@dataclass(frozen=True)
+class HoldForAction(Request[int], RankMessage):
+    """Ask the rank to pause after its next step; reply with that step, or -1 outside raydist.fit.
+
+    The agent forwards the message to the rank.
+    """
+
+
+@dataclass(frozen=True)
+class DoAfter(Request[None], RankMessage):
+    """Let the rank continue, and do something after this step, without stopping.
+
+    The agent forwards the message to the rank.
+    """
+
+    step: int
+    what: str
+    """save: save a checkpoint."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ReleaseFromAction(Request[None], RankMessage):
+    """Let a rank continue that was paused for an action, because not all ranks can do it.
 
     The agent forwards the message to the rank.
     """

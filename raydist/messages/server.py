@@ -49,6 +49,15 @@ class ProgramSpec(ServerMessage):
 
 
 @dataclass(frozen=True)
+class CommandSpec(ServerMessage):
+    """A command of a person beside a rank; descriptors: its output, its errors."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+
+
+@dataclass(frozen=True)
 class LookAtModel(ServerMessage):
     """Build the model that `model=` names without values; write why it cannot be divided.
 

@@ -13,6 +13,8 @@ and ends, and keeps their snapshots when a rank dies.
                           and boots
     checkup.py            The doctor's check-up of one node: connections, libraries, /dev/shm; it
                           cleans up
+    commands.py           Commands that a person runs beside a rank: in its environment, folder and
+                          cgroup
     counters.py           Byte counters and rates of this machine's network ports, from /sys under a
                           given root
     dryrun.py             Tries a rank's variables before any rank starts: the addresses of gloo and

@@ -36,12 +36,22 @@ from raydist.messages.agent import (
     Opened,
     RankEnd,
     RankValue,
+    ReadCommand,
+    RunCommand,
+    SignalCommand,
     StartRank,
     StopRank,
     WaitForWriter,
 )
 from raydist.messages.checkup import CheckupRequest
-from raydist.messages.rank import HoldRank, ReleaseRank, StopAfter
+from raydist.messages.rank import (
+    DoAfter,
+    HoldForAction,
+    HoldRank,
+    ReleaseFromAction,
+    ReleaseRank,
+    StopAfter,
+)
 from raydist.messages.request import Request
 from raydist.messages.server import (
     BeginRun,
@@ -120,10 +130,16 @@ class RankAgent:
                 return await self._process.examine(quick) if self._process is not None else None
             case GetNativeStack():
                 return await self._process.native_stack() if self._process is not None else None
-            case HoldRank():
+            case HoldRank() | HoldForAction():
                 return await self._started().hold(request)
-            case StopAfter() | ReleaseRank():
+            case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction():
                 return self._process.channel.tell(request) if self._process is not None else None
+            case RunCommand(argv):
+                return await self._started().commands.start(argv)
+            case ReadCommand(pid, patience):
+                return await self._started().commands.read(pid, patience)
+            case SignalCommand(pid, number):
+                return self._started().commands.signal(pid, number)
             case GetValue():
                 return self.value()
             case IsOpen():

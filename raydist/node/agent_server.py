@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from raydist.messages.server import (
+    CommandSpec,
     Ended,
     Failed,
     Forked,
@@ -195,6 +196,9 @@ class AgentServer:
             case ProgramSpec() as program:
                 self.mpi_since = self.mpi_since or time.time()
                 pid = self.fork(lambda: rank_main.run_program(program, *fds))
+                self.note_fork(pid, agent, number)
+            case CommandSpec() as command:
+                pid = self.fork(lambda: rank_main.run_program(command, *fds))
                 self.note_fork(pid, agent, number)
             case LookAtModel() as model_request:
                 pid = self.fork(lambda: look_at_model(model_request, *fds))

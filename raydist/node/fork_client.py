@@ -17,6 +17,7 @@ from typing import TypeVar
 from raydist.messages.agent import ProcessEnd
 from raydist.messages.server import (
     Busy,
+    CommandSpec,
     Ended,
     Failed,
     Forked,
@@ -182,7 +183,7 @@ class ForkClient:
         return reply
 
     async def fork(
-        self, spec: RankSpec | ProgramSpec | OpenStore, descriptors: Sequence[int]
+        self, spec: RankSpec | ProgramSpec | CommandSpec | OpenStore, descriptors: Sequence[int]
     ) -> tuple[int, asyncio.Future[ProcessEnd]]:
         """Have the server fork a process; return its pid and a future of its end.
 

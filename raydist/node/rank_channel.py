@@ -7,7 +7,14 @@ import socket
 from collections import deque
 from collections.abc import Callable
 
-from raydist.messages.rank import Activity, Holding, HoldRank, RankMessage, TellActivity
+from raydist.messages.rank import (
+    Activity,
+    HoldForAction,
+    Holding,
+    HoldRank,
+    RankMessage,
+    TellActivity,
+)
 from raydist.messages.wire import Message, encode
 from raydist.node.writer import read_messages
 from raydist.shared.errors import LaunchError
@@ -21,7 +28,7 @@ class RankChannel:
         """`add_event`: receives the events of the rank."""
         self._to_rank: asyncio.StreamWriter | None = None
         self._holding: deque[asyncio.Future[int]] = deque()
-        """The HoldRank requests that the rank has not answered yet, oldest first."""
+        """The HoldRank and HoldForAction requests that the rank has not answered, oldest first."""
         self.activity: Activity | None = None
         """The rank's reply to the last TellActivity."""
         self.reading = asyncio.create_task(
@@ -39,7 +46,7 @@ class RankChannel:
         self.activity = None
         self.tell(TellActivity())
 
-    async def hold(self, request: HoldRank) -> int:
+    async def hold(self, request: HoldRank | HoldForAction) -> int:
         """Ask the rank to pause after its current step, and return that step.
 
         Raises LaunchError if the rank ends before.

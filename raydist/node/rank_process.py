@@ -26,9 +26,10 @@ from raydist.messages.agent import (
     StackWay,
     StartRank,
 )
-from raydist.messages.rank import Activity, HoldRank
+from raydist.messages.rank import Activity, HoldForAction, HoldRank
 from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
 from raydist.node import native_stack, oom
+from raydist.node.commands import Commands
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import main_stack, main_thread_cpu, process_state
 from raydist.node.rank_channel import RankChannel
@@ -67,6 +68,7 @@ class ForkedRank(NamedTuple):
     channel: socket.socket
     """The agent's end of the channel."""
     reports: RankReports
+    spec: RankSpec
 
 
 async def fork_process(
@@ -86,7 +88,7 @@ async def fork_process(
         for descriptor in (log, beat):
             os.close(descriptor)
         rank_end.close()
-    return ForkedRank(pid, ended, agent_end, reports)
+    return ForkedRank(pid, ended, agent_end, reports, spec)
 
 
 class RankProcess:
@@ -107,6 +109,7 @@ class RankProcess:
         self.pid = forked.pid
         self.reports = forked.reports
         self.channel = RankChannel(forked.channel, self._add_event)
+        self.commands = Commands(server, forked.spec.env, forked.spec.cwd)
         self.end: RankEnd | None = None
         self._server = server
         self._writer = writer
@@ -126,6 +129,7 @@ class RankProcess:
         """Stop to listen to the process: a child of it may hold the channel open."""
         self.channel.reading.cancel()
         self._watching.cancel()
+        self.commands.end()
 
     async def news(self, patience: float) -> RankNews:
         """Return new events, log bytes, the heartbeat and its age, and last of all the rank's end.
@@ -208,7 +212,7 @@ class RankProcess:
         """Return what py-spy says about the rank; None if it has ended."""
         return await native_stack.read(self.pid) if self.running else None
 
-    async def hold(self, request: HoldRank) -> int:
+    async def hold(self, request: HoldRank | HoldForAction) -> int:
         """Ask the rank to pause after its current step, and return that step.
 
         Raises LaunchError if the rank has ended.

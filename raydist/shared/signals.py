@@ -83,6 +83,19 @@ def take() -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
+def stopper() -> Callable[[Stopped], None] | None:
+    """Return a function with which another thread stops the run of this thread, as a signal does.
+
+    None: the run is in a thread that has no Halt, so nothing stops it alone.
+    """
+    if (halt := getattr(_thread, "halt", None)) is not None:
+        stop: Callable[[Stopped], None] = halt.stop
+        return stop
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return lambda stopped: os.kill(os.getpid(), stopped.signum)
+
+
 def raise_again() -> None:
     """Raise again the Stopped of this block that was swallowed, as native modules do at import."""
     halt: Halt | None = getattr(_thread, "halt", None)

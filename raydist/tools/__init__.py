@@ -16,6 +16,7 @@ Each takes the same overrides as `python -m raydist.train`.
     doctor_report.py      The doctor's report: a table of nodes and checks, findings with fixes, a
                           verdict
     doctor_rounds.py      The doctor's checks in order; each sends one request to all nodes at once
+    exec.py               The command `raydist exec`: run a command where a rank of a run runs
     horovod.py            `raydist horovod`: `build` builds Horovod for the installed torch, `check`
                           tests it
     horovod_build.py      Patch and build Horovod's source distribution for the installed torch
@@ -26,8 +27,11 @@ Each takes the same overrides as `python -m raydist.train`.
     ranks.py              The command `raydist ranks`: where each rank of a run is, and what it is
                           doing
     running.py            Find the run that a person means, connect to its driver, and ask it
+    save.py               The command `raydist save`: have a run save a checkpoint now, without
+                          stopping
     stacks.py             The command `raydist stacks`: where in their programs the ranks of a run
                           are
+    stop.py               The command `raydist stop`: stop a run as Ctrl-C does
     submit.py             The command `raydist submit`: submit a job to a running Ray cluster, show
                           its log
     sweep.py              The command `raydist sweep`: run a job with many settings, ending bad

@@ -190,6 +190,7 @@ class Training:
         stepper = self.state.stepper
         evaluate_every, save_every = self.job.train.evaluate_every, self.job.checkpoint.every
         self._announce()
+        asked = False
         while progress.more:
             batches, began = self.waits.timed(iter(self.batches)), time.perf_counter()
             self.checkpointer.go_on()
@@ -205,10 +206,11 @@ class Training:
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
                     self._leave()
+                asked = self._asked_to_save()
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
                     began = time.perf_counter()
-                due = save_every and progress.step % save_every == 0
+                due = asked or (save_every and progress.step % save_every == 0)
                 # The last step of an epoch of a map-style data set is saved after its evaluation.
                 if due and (order.kind != "map" or order.more):
                     self.spent["step"] += time.perf_counter() - began
@@ -219,7 +221,7 @@ class Training:
                 order.next_epoch()
                 if evaluate_every and order.epoch % evaluate_every == 0:
                     self._evaluate()
-                if save_every is None or progress.step % save_every == 0:
+                if save_every is None or asked or progress.step % save_every == 0:
                     self._save()
         self.reporter.rest()
         self._evaluate()
@@ -235,6 +237,7 @@ class Training:
         progress, rank = self.state.progress, context.rank().rank
         context.set_step(progress.step)
         context.current().stop_request.begin(progress.step)
+        context.current().actions.begin(progress.step)
         context.emit_event(
             kinds.Begin(
                 rank=rank,
@@ -262,6 +265,10 @@ class Training:
             samples=progress.samples,
             lr=rate,
         )
+
+    def _asked_to_save(self) -> bool:
+        """Return whether `raydist save` has asked for a checkpoint of this step."""
+        return bool(context.current().actions.due(self.state.progress.step))
 
     def _leave(self) -> None:
         """Keep this step's state and wait to be stopped: the set of ranks is about to change."""

@@ -16,9 +16,12 @@ from collections import deque
 
 from raydist.messages.rank import (
     Activity,
+    DoAfter,
+    HoldForAction,
     Holding,
     HoldRank,
     RankReply,
+    ReleaseFromAction,
     ReleaseRank,
     StopAfter,
     TellActivity,
@@ -27,6 +30,7 @@ from raydist.messages.wire import Message, decode, encode
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from raydist.worker import context, stacks
+from raydist.worker.agreed import Action
 from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
 
 FLUSH_S = 0.1
@@ -164,6 +168,12 @@ class Channel:
                 current.stop_request.stop_after(step)
             case ReleaseRank():
                 current.stop_request.release()
+            case HoldForAction():
+                self.reply(Holding(current.actions.hold()))
+            case DoAfter(step, what, values):
+                current.actions.agree(Action(step, what, values))
+            case ReleaseFromAction():
+                current.actions.release()
 
     def _tell_activity(self) -> None:
         """Reply with the stacks and the last collectives.

@@ -20,6 +20,7 @@ from raydist.settings.mesh import MeshShape, mesh_shape
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import RaydistError
 from raydist.shared.kinds import Event
+from raydist.worker.agreed import NOT_IN_FIT, AgreedActions
 from raydist.worker.heartbeat import PHASES
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class Context:
     fit: int = 0
     """The number of the current one, from 1; 0: none."""
     stop_request: StopRequest = field(default_factory=StopRequest)
+    actions: AgreedActions = field(default_factory=AgreedActions)
 
     buffer: SnapshotBuffer | None = None
     """The snapshot memory of this rank, once it is used."""
@@ -201,6 +203,7 @@ class Context:
             yield
         finally:
             self.fit = 0
+            self.actions.begin(NOT_IN_FIT)
 
 
 def _context_from_env() -> Context:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from raydist.messages.server import ProgramSpec, RankSpec
+from raydist.messages.server import CommandSpec, ProgramSpec, RankSpec
 from raydist.messages.wire import decode
 from raydist.settings import config
 from raydist.shared import ending, kinds
@@ -133,13 +133,20 @@ def redirect(log_fd: int) -> None:
         os.dup2(source, target_fd)
 
 
-def run_program(spec: ProgramSpec, log_fd: int) -> NoReturn:
-    """Run an MPI program in a new child, with its own process group, log and environment."""
+def run_program(
+    spec: ProgramSpec | CommandSpec, log_fd: int, error_fd: int | None = None
+) -> NoReturn:
+    """Run a program in a new child, with its own process group, log and environment.
+
+    `error_fd`: where its errors go, if not to the log.
+    """
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         redirect(log_fd)
+        if error_fd is not None:
+            os.dup2(error_fd, 2)
         os.chdir(spec.cwd)
         program.restore_signals()
         os.execvpe(spec.argv[0], spec.argv, spec.env)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 
 from raydist.watch.operate.connection import read_address
 from tests.conftest import ROOT
+from tests.leftovers import alive
 from tests.programs import Program
 from tests.rig import requires_root
 from tests.waiting import wait_until
@@ -50,6 +52,24 @@ ODD = """
     if rank == 2:
         hold_the_gil()
     os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+FIT = """
+    import time
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import raydist
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            time.sleep(0.02)
+            return x
+
+    def job(config):
+        model = nn.Sequential(nn.Linear(4, 4), Slow(), nn.Linear(4, 2))
+        data = TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+        return raydist.fit(config, model=model, train=data, loss=nn.functional.cross_entropy)
 """
 
 
@@ -148,6 +168,52 @@ def test_ranks_that_the_run_does_not_have_are_refused(odd: Program) -> None:
         assert instead in done.stderr
 
 
+def test_exec_runs_where_the_rank_runs_and_ends_as_the_command(odd: Program) -> None:
+    """Beside ranks that are in a collective, in C code, and stopped."""
+    code = "import os, sys; print(os.environ['RANK'], os.getcwd()); print('e', file=sys.stderr)"
+    done = operate(odd.folder, "exec", "rank=2", "--", sys.executable, "-c", f"{code}; exit(7)")
+    assert (done.returncode, done.stdout) == (7, f"2 {odd.folder}\n"), done.stderr
+    assert done.stderr == "e\n"
+    every = operate(odd.folder, "exec", "--all", "--", "sh", "-c", "echo one; printf two-$RANK")
+    assert every.returncode == 0, every.stderr
+    assert sorted(every.stdout.splitlines()) == sorted(
+        line for rank in range(4) for line in (f"[{rank}] one", f"[{rank}] two-{rank}")
+    )
+    absent = operate(odd.folder, "exec", "rank=0", "--", "no-such-program")
+    assert absent.returncode == 127
+    assert "no-such-program" in absent.stderr
+    text = (odd.run_dir / "events.jsonl").read_text()
+    assert "no-such-program on rank 0, exit code 127" in text
+    assert "two-" not in text  # neither arguments nor output
+
+
+def test_exec_passes_bytes_ctrl_c_and_its_own_end_on(odd: Program, tmp_path: Path) -> None:
+    sent = "import os; os.write(1, bytes(range(256)) * 20000)"
+    command = [sys.executable, "-m", "raydist.cli", "exec", "rank=0", "--"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    got = subprocess.run(
+        [*command, sys.executable, "-c", sent], cwd=odd.folder, env=env, capture_output=True
+    )
+    assert got.stdout == bytes(range(256)) * 20000
+    for number, code in ((signal.SIGINT, 128 + signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)):
+        file = tmp_path / f"pid-{number}"
+        script = f"echo $$ > {file}; exec sleep 3600"
+        running = subprocess.Popen([*command, "sh", "-c", script], cwd=odd.folder, env=env)
+        wait_until(lambda file=file: file.exists() and file.read_text().strip(), "its pid", 60)
+        running.send_signal(number)
+        assert running.wait(60) == code
+        pid = int(file.read_text())
+        wait_until(lambda pid=pid: not alive(pid), "the end of the command", 60)
+
+
+def test_exec_refuses_what_it_can_not_run(odd: Program) -> None:
+    wrong = {"exec": "rank=0 --", "exec rank=0": "after --", "exec -- ls": "rank=0, or --all"}
+    for words, instead in wrong.items():
+        done = operate(odd.folder, *words.split())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert instead in done.stderr
+
+
 @pytest.mark.root
 @requires_root
 def test_another_user_gets_nothing(odd: Program) -> None:
@@ -208,3 +274,54 @@ def test_follow_ends_with_the_run(tmp_path: Path) -> None:
     assert followed.stdout.count("own work") >= 1
     assert program.wait() == 0
     assert not (program.run_dir / "driver.json").exists()
+
+
+def test_save_and_stop(tmp_path: Path) -> None:
+    """Two checkpoints that nobody had planned, the training goes on, and a stop keeps the last
+    state."""
+    (tmp_path / "fits.py").write_text(textwrap.dedent(FIT))
+    words = ("job=fits.py", "scale=1x2", "group=inline", "data.batch_size=4")
+    endless = ("train.epochs=1000000", "checkpoint.every=1000000000")
+    program = Program(tmp_path, *words, *endless)
+    program.wait_for_step(2)
+    steps = []
+    for _ in range(2):
+        done = operate(tmp_path, "save")
+        assert done.returncode == 0, done.stderr
+        step, path = re.fullmatch(r"saved step (\d+): (\S+) \(.*\)", done.stdout.strip()).groups()  # type: ignore[union-attr]
+        assert (Path(path) / "meta.json").exists()
+        assert Path(path).name == f"step-{int(step):08d}"
+        steps.append(int(step))
+        program.wait_for_step(int(step) + 2)
+    assert steps == sorted(set(steps))
+    assert [each["step"] for each in program.events("saved")] == steps
+    assert [each["command"] for each in program.events("operated")] == ["save"] * 2
+    reached = program.events("report")[-1]["step"]
+    stopped = operate(tmp_path, "stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert program.wait() == 128 + signal.SIGTERM
+    assert program.events("saved")[-1]["step"] >= reached
+    assert not (program.run_dir / "driver.json").exists()
+
+
+def test_stop_now_ends_ranks_that_ignore_sigterm(tmp_path: Path) -> None:
+    code = """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("here", flush=True)
+        while True:
+            time.sleep(1)
+    """
+    (tmp_path / "stays.py").write_text(textwrap.dedent(code))
+    program = Program(tmp_path, "script=stays.py", "scale=1x1", "group=inline")
+    program.wait_until(lambda: "here" in program.screen, "the rank")
+    done = operate(tmp_path, "stop", "--now")
+    assert done.returncode == 0, done.stderr
+    assert program.wait() in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    assert program.leftovers() == []
+
+
+def test_a_program_that_saves_by_itself_is_not_saved(odd: Program) -> None:
+    done = operate(odd.folder, "save")
+    assert done.returncode == 1  # two of its ranks can't answer
+    assert "ranks 2-3 do not answer" in done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Collection, Iterable, Sequence
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +13,25 @@ from pathlib import Path
 from raydist.launch.limits import longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Examine, GetNativeStack, GetStatus
-from raydist.messages.operate import GetStacks, ListRanks, RankRow, RankTable, Told
+from raydist.messages.operate import (
+    Execute,
+    GetStacks,
+    ListRanks,
+    RankRow,
+    RankTable,
+    SaveNow,
+    StopRun,
+    Told,
+)
 from raydist.messages.request import AnyReply, Request
 from raydist.messages.wire import Message
-from raydist.shared.errors import ConfigError
-from raydist.shared.events import Events
+from raydist.shared import kinds
+from raydist.shared.errors import ConfigError, LaunchError, Stopped
+from raydist.shared.events import Events, parse_event
 from raydist.shared.rank_names import name_ranks
-from raydist.watch.operate import folding
+from raydist.watch.operate import agreement, folding
 from raydist.watch.operate.connection import Connection
+from raydist.watch.operate.execution import execute
 from raydist.watch.operate.records import record, write_answer
 from raydist.watch.operate.wording import silent_row, status_row
 
@@ -26,6 +39,10 @@ STACKS_S = 5.0
 """Limit on the wait for stacks; a busy rank that holds the GIL answers last."""
 NATIVE_S = 30.0
 """Limit on the wait for py-spy, which reads the symbols of every library of the ranks."""
+SAVED_S = 600.0
+"""Limit on the wait for a checkpoint to be complete."""
+LOOK_S = 0.1
+"""Seconds between two looks at the file of events."""
 STATUS_S = 2.0
 """Limit on the wait for agents to say what they know; an agent that does not is named."""
 
@@ -39,6 +56,8 @@ class OperatedRun:
     events: Events
     node: str
     """Ray's id of the driver's node; empty without Ray."""
+    stop: Callable[[Stopped], None] | None
+    """Stops the run as a signal does; None: only the program that started it can."""
 
 
 def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
@@ -51,6 +70,12 @@ def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
             connection.send(RankTable(rank_rows(run)))
         case GetStacks(ranks, native):
             connection.send(tell_stacks(run, ranks, native))
+        case Execute(ranks, argv):
+            execute(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
+        case SaveNow():
+            save(run, connection)
+        case StopRun(now):
+            stop(run, connection, now)
         case _:
             # A newer raydist, whose message this one happens to know for another purpose.
             raise ConfigError(f"the run's raydist does not know {type(request).__name__}")
@@ -90,6 +115,54 @@ def tell_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> Told:
     file = write_answer(run.folder, run.events, "stacks", [*lines, "", *whole])
     record(run.events, "stacks", headline or lines[-1], named, file)
     return Told(lines, file)
+
+
+def save(run: OperatedRun, connection: Connection) -> None:
+    """Have all ranks save a checkpoint after their current step, and tell when it is complete.
+
+    LaunchError: the checkpoint did not become complete.
+    """
+    size = run.events.path.stat().st_size
+    step = agreement.agree(run.group, "save", {})
+    connection.send(Told([f"the ranks save after step {step}"]))
+    saved = wait_for_saved(run, step, size)
+    text = f"step {saved.step}: {saved.path} ({saved.s:.2f} s)"
+    record(run.events, "save", text)
+    connection.send(Told([text]))
+
+
+def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
+    """Return the event of the checkpoint of this step or a later one.
+
+    `after`: the size of the file of events before. LaunchError: a warning says that it was not
+    written, or it was not within SAVED_S.
+    """
+    until = time.monotonic() + SAVED_S
+    while time.monotonic() < until:
+        with run.events.path.open("rb") as file:
+            file.seek(after)
+            *lines, _ = file.read().split(b"\n")
+        for event in map(parse_event, lines):
+            if isinstance(event, kinds.Saved) and event.step >= step:
+                return event
+            if isinstance(event, kinds.Warning) and "checkpoint" in event.text:
+                raise LaunchError(event.text)
+        time.sleep(LOOK_S)
+    raise LaunchError(f"no checkpoint of step {step} became complete within {SAVED_S:g} s")
+
+
+def stop(run: OperatedRun, connection: Connection, now: bool) -> None:
+    """Stop the run as Ctrl-C does; `now`: as a second Ctrl-C does.
+
+    ConfigError: only the program that started it can.
+    """
+    if run.stop is None:
+        raise ConfigError("raydist stop: a thread of another program has started this run: end it")
+    record(run.events, "stop", "at once" if now else "as Ctrl-C does")
+    connection.send(Told([f"stopping {run.folder}"]))
+    run.stop(Stopped(signal.SIGTERM))
+    if now:
+        run.stop(Stopped(signal.SIGINT))
 
 
 def source_line(file: str, line: int) -> str:
