@@ -259,6 +259,8 @@ class RankStatus:
     """The age of the heartbeat in seconds; 0: there is none."""
     work: tuple[int, float, float]
     """As in RankNews."""
+    held: str = ""
+    """As DebuggerNews.place."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,24 @@ class SignalCommand(Request[None]):
 
     pid: int
     number: int
+
+
+@dataclass(frozen=True)
+class DebuggerNews:
+    """What the debugger of a rank has shown since the last reply."""
+
+    text: str
+    place: str
+    """Where the rank waits, such as `/home/me/train.py:31`; empty: it does not wait."""
+    over: bool
+    """Whether the session has ended, and the rank goes on."""
+
+
+@dataclass(frozen=True)
+class ReadDebugger(Request[DebuggerNews]):
+    """Reply with news of the debugger at once, or with none after `patience` seconds."""
+
+    patience: float
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,30 @@ class CommandEnded(OperateMessage):
 
 
 @dataclass(frozen=True)
+class Debug(OperateMessage):
+    """Begin a session of pdb in this rank; reply with DebuggerState … until it is over."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class TypedLine(OperateMessage):
+    """A line for the debugger; from the command to the driver."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class DebuggerState(OperateMessage):
+    """What the debugger shows."""
+
+    text: str
+    place: str
+    """As messages.agent.DebuggerNews."""
+    over: bool
+
+
+@dataclass(frozen=True)
 class SaveNow(OperateMessage):
     """Have all ranks save a checkpoint; reply with Told before and after."""
 

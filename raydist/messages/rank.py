@@ -117,3 +117,43 @@ class ReleaseFromAction(Request[None], RankMessage):
 
     The agent forwards the message to the rank.
     """
+
+
+@dataclass(frozen=True)
+class HeldAt(RankReply):
+    """The rank waits in the debugger, at this line."""
+
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class DebuggerSays(RankReply):
+    """What the debugger shows."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class WentOn(RankReply):
+    """The session is over, and the rank goes on."""
+
+
+@dataclass(frozen=True)
+class AttachDebugger(Request[None], RankMessage):
+    """Begin a session: where the rank waits, or at its next line of Python.
+
+    The agent forwards the message to the rank.
+    """
+
+
+@dataclass(frozen=True)
+class TellDebugger(Request[None], RankMessage):
+    """A line for the debugger. The agent forwards the message to the rank."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class DetachDebugger(Request[None], RankMessage):
+    """The person has gone: the rank goes on. The agent forwards the message to the rank."""

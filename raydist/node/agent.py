@@ -37,6 +37,7 @@ from raydist.messages.agent import (
     RankEnd,
     RankValue,
     ReadCommand,
+    ReadDebugger,
     RunCommand,
     SignalCommand,
     StartRank,
@@ -45,12 +46,15 @@ from raydist.messages.agent import (
 )
 from raydist.messages.checkup import CheckupRequest
 from raydist.messages.rank import (
+    AttachDebugger,
+    DetachDebugger,
     DoAfter,
     HoldForAction,
     HoldRank,
     ReleaseFromAction,
     ReleaseRank,
     StopAfter,
+    TellDebugger,
 )
 from raydist.messages.request import Request
 from raydist.messages.server import (
@@ -134,6 +138,10 @@ class RankAgent:
                 return await self._started().hold(request)
             case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction():
                 return self._process.channel.tell(request) if self._process is not None else None
+            case AttachDebugger() | TellDebugger() | DetachDebugger():
+                return self._running().channel.tell(request)
+            case ReadDebugger(patience):
+                return await self._running().channel.debugger.read(patience)
             case RunCommand(argv):
                 return await self._started().commands.start(argv)
             case ReadCommand(pid, patience):
@@ -340,6 +348,13 @@ class RankAgent:
         if self._process is None:
             raise LaunchError("the rank has not been started")
         return self._process
+
+    def _running(self) -> RankProcess:
+        """Return the rank's process. Raises LaunchError if it has ended."""
+        process = self._started()
+        if not process.running:
+            raise LaunchError("the rank has ended")
+        return process
 
     def _explain_end(self, end: RankEnd) -> RankEnd:
         """Return how the rank ended, with what this agent knows about the cause."""

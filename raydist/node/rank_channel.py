@@ -9,13 +9,17 @@ from collections.abc import Callable
 
 from raydist.messages.rank import (
     Activity,
+    DebuggerSays,
+    HeldAt,
     HoldForAction,
     Holding,
     HoldRank,
     RankMessage,
     TellActivity,
+    WentOn,
 )
 from raydist.messages.wire import Message, encode
+from raydist.node.debugger_desk import DebuggerDesk
 from raydist.node.writer import read_messages
 from raydist.shared.errors import LaunchError
 from raydist.shared.kinds import EventJson
@@ -29,6 +33,7 @@ class RankChannel:
         self._to_rank: asyncio.StreamWriter | None = None
         self._holding: deque[asyncio.Future[int]] = deque()
         """The HoldRank and HoldForAction requests that the rank has not answered, oldest first."""
+        self.debugger = DebuggerDesk()
         self.activity: Activity | None = None
         """The rank's reply to the last TellActivity."""
         self.reading = asyncio.create_task(
@@ -60,6 +65,7 @@ class RankChannel:
         """Fail what the rank has not answered: it has ended."""
         while self._holding:
             self._note_hold(LaunchError("the rank has ended"))
+        self.debugger.note(WentOn())
 
     def _note_connection(self, to_rank: asyncio.StreamWriter) -> None:
         self._to_rank = to_rank
@@ -69,6 +75,8 @@ class RankChannel:
             self.activity = message
         elif isinstance(message, Holding) and self._holding:
             self._note_hold(message.step)
+        elif isinstance(message, HeldAt | DebuggerSays | WentOn):
+            self.debugger.note(message)
 
     def _note_hold(self, outcome: int | LaunchError) -> None:
         """Complete the oldest HoldRank, with the rank's step or with an error."""

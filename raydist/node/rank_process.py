@@ -159,7 +159,8 @@ class RankProcess:
         """Return what is known about the running process without asking it; None: it has ended."""
         if not self.running:
             return None
-        return self.reports.status(self.pid, process_state(self.pid)[0])
+        status = self.reports.status(self.pid, process_state(self.pid)[0])
+        return replace(status, held=self.channel.debugger.place)
 
     async def examine(self, quick: bool = False) -> RankActivity | None:
         """Return what the rank's process is doing now; None if it has ended.

@@ -16,6 +16,9 @@ ends no rank."""
 SLOW = frozenset({"start", "evaluate", "save"})
 """Phases whose length does not depend on the time of a step."""
 
+HELD = "debugger"
+"""The phase of a rank that waits in the debugger."""
+
 Beat = tuple[int, str, float]
 """(step, phase, seconds since the epoch on the rank's own clock), as worker.heartbeat.read_beat
 returns it."""
@@ -53,6 +56,9 @@ class StallCheck:
         pace = self.paces.setdefault(rank, RankPace(heard=now))
         if beat == pace.beat:
             return
+        if pace.beat[1] == HELD:  # meanwhile the others could make no progress
+            for other in self.paces.values():
+                other.heard = max(other.heard, now)
         step, _, at = beat
         if step > pace.beat[0]:
             if pace.stepped:
@@ -81,6 +87,11 @@ class StallCheck:
         )
         return min(self.settings.limit_s, step)
 
+    @property
+    def held(self) -> bool:
+        """Whether a person holds a rank in the debugger: the silence of all ranks means nothing."""
+        return any(pace.beat[1] == HELD for pace in self.paces.values())
+
     def unpaced(self) -> bool:
         """Return whether a rank has reported too few steps for its silence to mean a hang."""
         return any(pace.learnt < LEARN for pace in self.paces.values())
@@ -94,13 +105,13 @@ class StallCheck:
 
         Ranks without a heartbeat, such as those of a script, do not count.
         """
-        return any(
+        return not self.held and any(
             now - pace.heard > self.settings.limit_s for pace in self.paces.values() if pace.beat[2]
         )
 
     def silent(self, now: float) -> bool:
         """Return whether it is time to examine all ranks."""
-        return any(
+        return not self.held and any(
             now - pace.heard > max(self.allowed(pace) + self.late_s, self.again)
             for pace in self.paces.values()
         )

@@ -84,6 +84,8 @@ class Console(AbstractContextManager["Console"]):
                 self._screen.saved(self._progress, event.t)
             case kinds.Hang():
                 self._screen.say(f"hang  silent for {event.s:.0f} s: {event.text}", "yellow")
+            case kinds.Held():
+                self._screen.say(wording.held_line(event), "yellow")
             case kinds.Notice():
                 self._screen.say(f"notice {event.text}", "yellow")
             case kinds.Slow():

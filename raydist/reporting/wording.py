@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,6 +122,12 @@ def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
 
 def _fit(cell: str, width: int) -> str:
     return cell.ljust(width) if len(cell) <= width else cell[: width - 2] + ".."
+
+
+def held_line(event: kinds.Held) -> str:
+    """Return where a rank waits at a breakpoint(), and what to type."""
+    place = f"{os.path.basename(event.file)}:{event.line}"
+    return f"debug rank {event.rank} waits at {place}; type raydist debug rank={event.rank}"
 
 
 def restart_cost(event: kinds.Restarted) -> str:

@@ -302,6 +302,14 @@ class Left(OfRank):
     step: int
 
 
+class Held(OfRank):
+    """A rank waits at a `breakpoint()` for a person: `raydist debug rank=N`."""
+
+    file: str
+    line: int
+    function: str = ""
+
+
 class Save(Asked):
     """Rank 0 has put a state into memory that is to be written to the disk."""
 

@@ -10,6 +10,7 @@ Each takes the same overrides as `python -m raydist.train`.
                           time it
     command_line.py       Command lines of the tools: flags between overrides, exit codes, raydist's
                           errors
+    debug.py              The command `raydist debug`: a session of pdb in a rank of a run
     doctor.py             The command `raydist doctor`: test whether nodes and network can run the
                           job
     doctor_findings.py    The doctor's measurements -> findings, each with a fix

@@ -9,6 +9,8 @@ a heartbeat, saves states. Never imports Ray.
     checkpoint.py         A job's own checkpoints: save a state, find the one to continue from
     context.py            The rank's context, for jobs: rank, reports, step; works under torchrun
                           too
+    debugger.py           pdb in a rank, over its channel: breakpoint() waits for a person, who may
+                          enter
     garbage.py            Python's garbage collector in a training: its pauses, and common
                           collections
     groups.py             Process groups and meshes that have the timeout of the default group

@@ -5,6 +5,7 @@ The heartbeat page outlives the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -13,9 +14,13 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from raydist.messages.rank import (
     Activity,
+    AttachDebugger,
+    DetachDebugger,
     DoAfter,
     HoldForAction,
     Holding,
@@ -25,13 +30,24 @@ from raydist.messages.rank import (
     ReleaseRank,
     StopAfter,
     TellActivity,
+    TellDebugger,
 )
 from raydist.messages.wire import Message, decode, encode
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from raydist.worker import context, stacks
 from raydist.worker.agreed import Action
-from raydist.worker.heartbeat import BEAT_PAGE, write_beat, write_compute_time, write_pauses
+from raydist.worker.heartbeat import (
+    BEAT_PAGE,
+    PHASES,
+    read_beat,
+    write_beat,
+    write_compute_time,
+    write_pauses,
+)
+
+if TYPE_CHECKING:
+    from raydist.worker.debugger import Debugger
 
 FLUSH_S = 0.1
 """Maximum time that a report waits in the rank before it is sent."""
@@ -63,6 +79,8 @@ class Channel:
         lock taken."""
         self._open = True
         self._reported_gap = ""
+        self.debugger: Debugger | None = None
+        """The debugger of this rank, if it has one."""
         threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
         # A forked DataLoader worker does not have this thread, and may inherit a held lock, so it
         # sends nothing.
@@ -174,6 +192,33 @@ class Channel:
                 current.actions.agree(Action(step, what, values))
             case ReleaseFromAction():
                 current.actions.release()
+            case AttachDebugger() | TellDebugger() | DetachDebugger() if self.debugger is not None:
+                self._debug(self.debugger, message)
+
+    def _debug(
+        self, debugger: Debugger, message: AttachDebugger | TellDebugger | DetachDebugger
+    ) -> None:
+        match message:
+            case AttachDebugger():
+                debugger.attach()
+            case TellDebugger(line):
+                debugger.take(line)
+            case DetachDebugger():
+                debugger.detach()
+
+    @contextlib.contextmanager
+    def hold_beat(self) -> Iterator[None]:
+        """Write the heartbeat of a rank in the debugger, and the one before it afterwards.
+
+        A rank without a heartbeat, such as that of a script, has none afterwards either.
+        """
+        step, phase, at = read_beat(self._page)
+        self.beat(step, PHASES.index("debugger"))
+        try:
+            yield
+        finally:
+            index = PHASES.index(phase) if at else 0
+            write_beat(self._page, step, index, time.time() if at else 0.0)
 
     def _tell_activity(self) -> None:
         """Reply with the stacks and the last collectives.

@@ -20,6 +20,7 @@ PHASES = (
     "save",
     "end",
     "finalize",
+    "debugger",
 )
 """The activities of a rank; its heartbeat holds the index of one of them. `end`: of a step;
 `finalize`: the program has ended, and the rank leaves MPI."""

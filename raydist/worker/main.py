@@ -22,6 +22,7 @@ from raydist.settings import config
 from raydist.shared import ending, kinds
 from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
+from raydist.worker.debugger import Debugger
 
 PR_SET_PDEATHSIG = 1
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
@@ -104,6 +105,8 @@ def run_rank(spec: RankSpec, files: RankFiles) -> NoReturn:
             memory=(files.own, files.lead),
         )
     )
+    channel.debugger = Debugger(rank.rank, channel)
+    channel.debugger.install()
     if not_bound:
         context.warn(not_bound)
     code = run_in_rank(spec, channel)

@@ -128,3 +128,15 @@ def test_with_many_ranks_answers_come_less_often_and_no_rank_is_silent_between_t
     assert few.silent(11 * between)
     assert not many.silent(11 * between)
     assert many.silent(12 * between)
+
+
+def test_nobody_is_silent_while_a_person_holds_a_rank() -> None:
+    pace = steady(0.1, settings=Hang(after_s=4, steps=3, limit_s=10))
+    pace.note(1, (10, "debugger", 1001.0), 1.0)
+    assert not pace.silent(1000.0)
+    assert not pace.over(1000.0)
+    pace.note(1, (10, "end", 2000.0), 1000.0)  # the others begin anew, too
+    assert not pace.over(1001.0)
+    assert not pace.silent(1004.0)
+    assert pace.silent(1004.5)
+    assert pace.over(1010.5)

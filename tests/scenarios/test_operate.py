@@ -12,7 +12,9 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 
 from raydist.watch.operate.connection import read_address
 from tests.conftest import ROOT
-from tests.leftovers import alive
+from tests.leftovers import ended
 from tests.programs import Program
 from tests.rig import requires_root
 from tests.waiting import wait_until
@@ -89,6 +91,11 @@ def rows(folder: Path, *words: str) -> list[dict[str, Any]]:
     """What `raydist ranks --json` prints; empty while no rank runs."""
     done = operate(folder, "ranks", "--json", *words)
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def written(file: Path) -> bool:
+    """Whether a file has a whole line."""
+    return file.exists() and file.read_text().endswith("\n")
 
 
 @pytest.fixture(scope="module")
@@ -199,11 +206,10 @@ def test_exec_passes_bytes_ctrl_c_and_its_own_end_on(odd: Program, tmp_path: Pat
         file = tmp_path / f"pid-{number}"
         script = f"echo $$ > {file}; exec sleep 3600"
         running = subprocess.Popen([*command, "sh", "-c", script], cwd=odd.folder, env=env)
-        wait_until(lambda file=file: file.exists() and file.read_text().strip(), "its pid", 60)
+        wait_until(partial(written, file), "its pid", 60)
         running.send_signal(number)
         assert running.wait(60) == code
-        pid = int(file.read_text())
-        wait_until(lambda pid=pid: not alive(pid), "the end of the command", 60)
+        assert ended(int(file.read_text()), within=60)
 
 
 def test_exec_refuses_what_it_can_not_run(odd: Program) -> None:
@@ -325,3 +331,100 @@ def test_a_program_that_saves_by_itself_is_not_saved(odd: Program) -> None:
     done = operate(odd.folder, "save")
     assert done.returncode == 1  # two of its ranks can't answer
     assert "ranks 2-3 do not answer" in done.stderr
+
+
+HELD = """
+    import time
+    import torch
+    import torch.distributed as dist
+    import raydist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def work(step):
+        scale = step * 2
+        if rank == 1 and step == 5:
+            breakpoint()
+        return scale
+
+    for step in range(1000000):
+        work(step)
+        dist.all_reduce(torch.ones(1))
+        raydist.report(step=step)
+        time.sleep(0.01)
+"""
+
+
+def debug(folder: Path, typed: str, *words: str) -> str:
+    """What `raydist debug` shows a person who types these lines; the rank goes on afterwards."""
+    done = subprocess.run(
+        [sys.executable, "-m", "raydist.cli", "debug", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("the rank goes on\n")
+    return done.stdout
+
+
+def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The rank is held for longer than a hang lasts until it ends a run: the hang watch rests."""
+    (tmp_path / "held.py").write_text(textwrap.dedent(HELD))
+    limits = ("hang.after_s=0.5", "hang.limit_s=3", "restart=none")
+    program = Program(tmp_path, "script=held.py", "scale=1x2", "group=inline", *limits)
+    program.wait_until(lambda: "rank 1 waits at held.py:12" in program.screen, "the breakpoint")
+    (event,) = program.events("held")
+    assert (event["rank"], event["line"], event["function"]) == (1, 12, "work")
+    file = tmp_path / "held.py"
+    assert rows(tmp_path)[1]["state"] == f"waits in the debugger at {file}:12"
+    time.sleep(5)  # beyond hang.limit_s
+    said = debug(tmp_path, "p step, scale\nw\nn\np scale + 1\nq\n")
+    assert "(5, 10)" in said
+    assert "raydist/" not in said  # the stack begins with the program
+    assert f"> {file}(13)work()" in said
+    assert "(rank 1) 11" in said
+    program.wait_for_step(10)
+
+    # without a breakpoint() in the program, on the other rank: where it is, and in the next step
+    entered = debug(tmp_path, "b work\nc\np step\nc\np step\n", "rank=0")
+    first, second = map(int, re.findall(r"\(rank 0\) (\d+)$", entered, re.MULTILINE))
+    assert second == first + 1
+    program.wait_for_step(second + 10)
+    assert program.events("hang") == []
+    assert operate(tmp_path, "stop").returncode == 0
+    assert program.wait() == 128 + signal.SIGTERM
+
+
+def test_a_person_who_is_gone_holds_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "held.py").write_text(textwrap.dedent(HELD).replace("== 5", "== -1"))
+    program = Program(tmp_path, "script=held.py", "scale=1x2", "group=inline")
+    program.wait_for_step(2)
+    none, many = operate(tmp_path, "debug"), operate(tmp_path, "debug", "rank=0,1")
+    assert (none.returncode, many.returncode) == (2, 2)
+    assert "no rank waits at a breakpoint()" in none.stderr
+    for number in (signal.SIGINT, signal.SIGKILL):
+        person = subprocess.Popen(
+            [sys.executable, "-m", "raydist.cli", "debug", "rank=1"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert person.stdin is not None
+        assert person.stdout is not None
+        person.stdin.write("p 40 + 2\n")
+        person.stdin.flush()
+        assert any("42" in line for line in iter(person.stdout.readline, ""))
+        person.send_signal(number)
+        person.wait(60)
+        person.stdin.close()
+        person.stdout.close()
+        program.wait_for_step(program.events("report")[-1]["step"] + 20)
+    assert operate(tmp_path, "stop").returncode == 0
+    program.wait()

@@ -14,6 +14,7 @@ from raydist.launch.limits import longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Examine, GetNativeStack, GetStatus
 from raydist.messages.operate import (
+    Debug,
     Execute,
     GetStacks,
     ListRanks,
@@ -31,6 +32,7 @@ from raydist.shared.events import Events, parse_event
 from raydist.shared.rank_names import name_ranks
 from raydist.watch.operate import agreement, folding
 from raydist.watch.operate.connection import Connection
+from raydist.watch.operate.debugging import debug
 from raydist.watch.operate.execution import execute
 from raydist.watch.operate.records import record, write_answer
 from raydist.watch.operate.wording import silent_row, status_row
@@ -72,6 +74,9 @@ def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
             connection.send(tell_stacks(run, ranks, native))
         case Execute(ranks, argv):
             execute(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
+        case Debug(rank):
+            chosen_ranks(run, [rank])
+            debug(run.group, run.events, rank, connection)
         case SaveNow():
             save(run, connection)
         case StopRun(now):

@@ -25,7 +25,8 @@ def status_row(rank: int, host: str, status: RankStatus | None) -> RankRow:
         return _row(rank, host, "ended")
     step, phase, _ = status.beat
     steps, own_s, step_s = status.work
-    row = _row(rank, host, HELD.get(status.state, phase or "runs"))
+    state = f"waits in the debugger at {status.held}" if status.held else phase or "runs"
+    row = _row(rank, host, HELD.get(status.state, state))
     row["pid"], row["step"], row["quiet_s"] = status.pid, step or steps, status.quiet
     row["own_s"], row["wait_s"] = own_s, max(0.0, step_s - own_s)
     return row

@@ -1,0 +1,83 @@
+"""The command `raydist debug`: a session of pdb in a rank of a run. (driver)
+
+`python -m raydist.tools.debug` is the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+
+from raydist.messages.operate import Debug, DebuggerState, ListRanks, RankTable, TypedLine
+from raydist.shared.errors import ConfigError
+from raydist.shared.signals import stoppable
+from raydist.tools.command_line import run_tool
+from raydist.tools.running import Link, connected_run, receive, run_and_ranks, run_parser
+
+DESCRIPTION = """\
+Begins a session of pdb in the main thread of a rank, at its next line of Python, or where a
+breakpoint() waits. `continue`, `quit` and Ctrl-D leave the rank, and it goes on; nothing ends it.
+The others wait for it in their next collective, as long as that may take.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. The exit code: 0; 2 for a wrong word, or if no such run runs."""
+
+    def debug() -> int:
+        parser = run_parser(
+            "debug", DESCRIPTION, "; rank=1 (default: the only rank that waits at a breakpoint())"
+        )
+        arguments = parser.parse(sys.argv[1:] if argv is None else argv)
+        place, ranks = run_and_ranks("raydist debug", arguments.overrides)
+        if len(ranks) > 1:
+            raise ConfigError.of("rank", ranks, "one rank at a time", f"rank={ranks[0]}")
+        with stoppable(), connected_run(place) as link:
+            link.send(Debug(ranks[0] if ranks else waiting_rank(link)))
+            threading.Thread(target=pass_lines, args=(link,), daemon=True).start()
+            return show(link)
+
+    return run_tool(debug)
+
+
+def waiting_rank(link: Link) -> int:
+    """Return the only rank that waits in the debugger. ConfigError: there are none, or several."""
+    link.send(ListRanks())
+    rows = receive(link, RankTable).rows
+    waiting = [row["rank"] for row in rows if row["state"].startswith("waits in the debugger")]
+    if len(waiting) != 1:
+        which = ", ".join(f"rank={rank}" for rank in waiting or range(len(rows))[:4])
+        why = "several ranks wait" if waiting else "no rank waits at a breakpoint()"
+        raise ConfigError(f"raydist debug: {why}; type one of {which}")
+    return waiting[0]
+
+
+def pass_lines(link: Link) -> None:
+    """Send what the person types, until the end of the input."""
+    for line in sys.stdin:
+        link.send(TypedLine(line))
+    link.send(TypedLine("quit\n"))
+
+
+def show(link: Link) -> int:
+    """Show what the debugger says until the session is over."""
+    entered = told = False
+    while True:
+        state = receive(link, DebuggerState)
+        if state.place and not entered:
+            entered = True
+        elif not entered and not told and not state.over:
+            told = True
+            print(
+                "the rank is in C code, and enters at its next line of Python; Ctrl-C gives up",
+                file=sys.stderr,
+            )
+        print(state.text, end="", flush=True)
+        if state.over:
+            print("the rank goes on")
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""pdb in a rank, over its channel: breakpoint() waits for a person, who may enter. (rank side)
+
+No other process traces the rank. To enter, the rank's own thread sends its main thread a signal,
+whose handler begins the session; the agent and the driver pass lines on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pdb
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Protocol
+
+from raydist.messages.rank import DebuggerSays, HeldAt, RankReply, WentOn
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
+from raydist.worker.heartbeat import STACKS_SIGNAL
+
+DEBUG_SIGNAL = STACKS_SIGNAL - 1
+"""Has the main thread enter the debugger; the rank sends it to itself."""
+
+
+LATER_S = 0.02
+"""Seconds until the next attempt to enter."""
+OWN = tuple(f"{os.sep}worker{os.sep}{name}.py" for name in ("channel", "context", "agreed"))
+"""Files of raydist whose functions hold locks that the channel's thread needs."""
+
+
+LAUNCH = tuple(f"{os.sep}worker{os.sep}{name}.py" for name in ("main", "program", "target"))
+"""Files of raydist whose functions call the program."""
+
+
+class Wire(Protocol):
+    """What the debugger needs of the rank's Channel."""
+
+    def reply(self, message: RankReply) -> None: ...
+    def emit(self, event: Event) -> None: ...
+    def hold_beat(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Debugger:
+    """The debugger of a rank: at most one session at a time, in any thread of the rank."""
+
+    def __init__(self, rank: int, wire: Wire) -> None:
+        self._rank, self._wire = rank, wire
+        self._pid = os.getpid()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        """Lines of a person; None: the person has gone."""
+        self._attached = threading.Event()
+        self._turn = threading.Lock()
+        """Held by the thread that is in a session."""
+
+    def install(self) -> None:
+        """Have breakpoint() wait for a person, and make it possible to enter. In the main thread.
+
+        A system call that the signal interrupts goes on afterwards, where the kernel can do so.
+        """
+        signal.signal(DEBUG_SIGNAL, self._on_signal)
+        signal.siginterrupt(DEBUG_SIGNAL, False)
+        sys.breakpointhook = self._on_breakpoint
+
+    def attach(self) -> None:
+        """Begin a session for a person: where the rank waits, or at its next line of Python."""
+        while not self._lines.empty():  # of an earlier session
+            self._lines.get()
+        self._attached.set()
+        self._enter()
+
+    def _enter(self) -> None:
+        """Send the main thread the signal, unless a thread is in a session already."""
+        if not self._turn.locked():
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, DEBUG_SIGNAL)
+
+    def take(self, line: str) -> None:
+        """Take a line of the person."""
+        self._lines.put(line)
+
+    def detach(self) -> None:
+        """The person has gone: the rank goes on."""
+        self._attached.clear()
+        self._lines.put(None)
+
+    def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        if frame is None or not self._attached.is_set():  # the person has gone meanwhile
+            return
+        if in_own_code(frame):
+            later = threading.Timer(LATER_S, self._enter)
+            later.daemon = True
+            later.start()
+        else:
+            self._hold(frame)
+
+    def _on_breakpoint(self, *args: Any, **options: Any) -> Any:
+        # A forked DataLoader worker has no channel. PYTHONBREAKPOINT chooses another debugger, or
+        # none.
+        if os.getpid() != self._pid or os.environ.get("PYTHONBREAKPOINT"):
+            return sys.__breakpointhook__(*args, **options)
+        self._hold(sys._getframe(1))
+        return None
+
+    def _hold(self, frame: FrameType) -> None:
+        if not self._turn.acquire(blocking=False):  # another thread is in a session
+            return
+        try:
+            Session(self).begin(frame)
+        finally:
+            self._turn.release()
+
+    @contextlib.contextmanager
+    def held(self, frame: FrameType) -> Iterator[None]:
+        """Tell that the rank waits at this line, and wait for a person; then run the block."""
+        file, line, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        with self._wire.hold_beat():
+            self._wire.reply(HeldAt(file, line))
+            if not self._attached.is_set():
+                self._wire.emit(kinds.Held(rank=self._rank, file=file, line=line, function=name))
+                self._attached.wait()
+            yield
+
+    def read_line(self) -> str:
+        """Return the next line of the person; "" once there is none any more."""
+        line = self._lines.get()
+        return "" if line is None else line
+
+    def write(self, text: str) -> None:
+        """Show the person a text."""
+        self._wire.reply(DebuggerSays(text))
+
+    def end(self) -> None:
+        """End the session: the person leaves, and the rank goes on."""
+        self._attached.clear()
+        self._wire.reply(WentOn())
+
+    @property
+    def attached(self) -> bool:
+        """Whether a person is there."""
+        return self._attached.is_set()
+
+    @property
+    def prompt(self) -> str:
+        return f"(rank {self._rank}) "
+
+
+class Terminal:
+    """What pdb takes for its input and output."""
+
+    encoding = "utf-8"
+
+    def __init__(self, debugger: Debugger) -> None:
+        self.readline: Callable[[], str] = debugger.read_line
+        self.write: Callable[[str], None] = debugger.write
+
+    def flush(self) -> None:
+        """Do nothing: each text is sent at once."""
+
+
+class Session(pdb.Pdb):
+    """A session of pdb whose end never ends the program."""
+
+    def __init__(self, debugger: Debugger) -> None:
+        terminal: Any = Terminal(debugger)
+        super().__init__(stdin=terminal, stdout=terminal, nosigint=True, readrc=False)
+        self.prompt = debugger.prompt
+        self._debugger = debugger
+        self._over = self._stopped = False
+
+    def begin(self, frame: FrameType) -> None:
+        """Hold the program at this frame; return when it is to go on, and trace it if wanted."""
+        self.reset()
+        outer: FrameType | None = frame
+        while outer is not None:
+            outer.f_trace = self.trace_dispatch
+            self.botframe = outer
+            outer = outer.f_back
+        self.interaction(frame, None)
+        if not self._over:
+            sys.settrace(self.trace_dispatch)
+
+    def interaction(self, frame: FrameType | None, *error: Any) -> None:
+        """Hold the program, here or after a step or at a breakpoint of the session."""
+        assert frame is not None
+        if self._stopped and not self._debugger.attached:  # the person left while the program ran
+            self.do_quit("")
+            return
+        self._stopped = True
+        with self._debugger.held(frame):
+            super().interaction(frame, *error)
+        if self._over:
+            self._debugger.end()
+
+    def get_stack(self, f: Any, t: Any) -> tuple[list[tuple[FrameType, int]], int]:
+        """Return the frames without those of raydist before the program's first one."""
+        stack, here = super().get_stack(f, t)
+        launch = [n for n, (frame, _) in enumerate(stack) if starts_program(frame)]
+        first = launch[-1] + 1 if launch and launch[-1] < here else 0
+        return stack[first:], here - first
+
+    def set_continue(self) -> None:
+        """Go on; without breakpoints this ends the session."""
+        super().set_continue()
+        self._over = not self.breaks
+
+    def do_quit(self, arg: str) -> bool:
+        """q(uit), Ctrl-D: leave the debugger; the program goes on."""
+        self.clear_all_breaks()
+        self.set_continue()
+        return True
+
+    def do_q(self, arg: str) -> bool:
+        """As do_quit."""
+        return self.do_quit(arg)
+
+    def do_exit(self, arg: str) -> bool:
+        """As do_quit."""
+        return self.do_quit(arg)
+
+    def do_EOF(self, arg: str) -> bool:
+        """As do_quit: the person has gone."""
+        return self.do_quit(arg)
+
+
+def starts_program(frame: FrameType) -> bool:
+    """Report whether a frame is one of those between the start of the rank and its program."""
+    return frame.f_code.co_filename.endswith(LAUNCH)
+
+
+def in_own_code(frame: FrameType | None) -> bool:
+    """Report whether a thread may hold a lock without which the channel can't work."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(OWN):
+            return True
+        frame = frame.f_back
+    return False
