@@ -33,5 +33,5 @@ async def read(pid: int) -> NativeStack:
     text = out.decode(errors="replace")
     if started.returncode == 0:
         return NativeStack(text)
-    last = (err.decode(errors="replace").strip() or text.strip() or "no message").splitlines()[-1]
-    return NativeStack("", f"py-spy failed ({last.strip()})")
+    first = (err.decode(errors="replace").strip() or text.strip() or "no message").splitlines()[0]
+    return NativeStack("", f"py-spy failed ({first.strip()})")

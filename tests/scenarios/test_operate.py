@@ -41,7 +41,8 @@ ODD = """
             time.time()
 
     def hold_the_gil():
-        ctypes.PyDLL(None).sleep(3600)
+        while True:  # a signal ends sleep(3)
+            ctypes.PyDLL(None).sleep(3600)
 
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -164,7 +165,7 @@ def test_native_stacks_have_the_frames_of_c_code(odd: Program) -> None:
     done = operate(odd.folder, "stacks", "rank=2", "--native")
     assert done.returncode == 0, done.stderr
     assert "hold_the_gil (odd.py:" in done.stdout
-    assert re.search(r"nanosleep|sleep \(", done.stdout)
+    assert re.search(r"nanosleep|sleep \(", done.stdout), done.stdout
 
 
 def test_ranks_that_the_run_does_not_have_are_refused(odd: Program) -> None:
@@ -374,19 +375,23 @@ def debug(folder: Path, typed: str, *words: str) -> str:
 
 def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> None:
     """The rank is held for longer than a hang lasts until it ends a run: the hang watch rests."""
-    (tmp_path / "held.py").write_text(textwrap.dedent(HELD))
+    code = textwrap.dedent(HELD)
+    (tmp_path / "held.py").write_text(code)
+    line = code.splitlines().index("        breakpoint()") + 1
     limits = ("hang.after_s=0.5", "hang.limit_s=3", "restart=none")
     program = Program(tmp_path, "script=held.py", "scale=1x2", "group=inline", *limits)
-    program.wait_until(lambda: "rank 1 waits at held.py:12" in program.screen, "the breakpoint")
+    program.wait_until(
+        lambda: f"rank 1 waits at held.py:{line};" in program.screen, "the breakpoint"
+    )
     (event,) = program.events("held")
-    assert (event["rank"], event["line"], event["function"]) == (1, 12, "work")
+    assert (event["rank"], event["line"], event["function"]) == (1, line, "work")
     file = tmp_path / "held.py"
-    assert rows(tmp_path)[1]["state"] == f"waits in the debugger at {file}:12"
+    assert rows(tmp_path)[1]["state"] == f"waits in the debugger at {file}:{line}"
     time.sleep(5)  # beyond hang.limit_s
     said = debug(tmp_path, "p step, scale\nw\nn\np scale + 1\nq\n")
     assert "(5, 10)" in said
     assert "raydist/" not in said  # the stack begins with the program
-    assert f"> {file}(13)work()" in said
+    assert f"> {file}({line + 1})work()" in said
     assert "(rank 1) 11" in said
     program.wait_for_step(10)
 

@@ -64,6 +64,8 @@ class Connection(AbstractContextManager["Connection"]):
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._rest = b""
+        self._poll = select.poll()  # a driver may have thousands of files open
+        self._poll.register(sock, select.POLLIN)
 
     def send(self, message: Message) -> None:
         """Send a message. OSError: the other end has closed the connection."""
@@ -75,7 +77,7 @@ class Connection(AbstractContextManager["Connection"]):
         TimeoutError: none came `within_s` seconds (None: waits). ValueError: it is no message.
         """
         while b"\n" not in self._rest:
-            if within_s is not None and not select.select([self.sock], [], [], within_s)[0]:
+            if within_s is not None and not self._poll.poll(within_s * 1000):
                 raise TimeoutError
             try:
                 data = self.sock.recv(1 << 16)
@@ -89,10 +91,14 @@ class Connection(AbstractContextManager["Connection"]):
         line, _, self._rest = self._rest.partition(b"\n")
         return decode(line)
 
-    def close(self) -> None:
-        """End the connection; a thread that waits in `receive` gets None."""
+    def end(self) -> None:
+        """End the connection; a thread that waits in `receive` gets None, and closes it."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and free its descriptor. No other thread may use it."""
+        self.end()
         self.sock.close()
 
     def __exit__(self, *_: object) -> None:

@@ -71,7 +71,7 @@ class OperateServer(AbstractContextManager["OperateServer"]):
         self._listener.close()
         with self._lock:
             for connection in self._open:
-                connection.close()
+                connection.end()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it is closed
@@ -79,7 +79,10 @@ class OperateServer(AbstractContextManager["OperateServer"]):
                 sock, _ = listener.accept()
                 if is_own(sock):
                     threading.Thread(
-                        target=self._serve, args=(Connection(sock),), name="raydist-command"
+                        target=self._serve,
+                        args=(Connection(sock),),
+                        name="raydist-command",
+                        daemon=True,
                     ).start()
                 else:
                     sock.close()
@@ -88,14 +91,20 @@ class OperateServer(AbstractContextManager["OperateServer"]):
         """Answer one command, which may have several requests."""
         with self._lock:
             self._open.add(connection)
-        with connection, contextlib.suppress(OSError):  # the command has been ended
-            try:
-                while (request := connection.receive(REQUEST_S)) is not None:
-                    answer(self._run, request, connection)
-            except OSError:
-                raise
-            except Exception as error:
-                usage = isinstance(error, ConfigError)
-                connection.send(Refused(last_line(error), usage))
-        with self._lock:
-            self._open.discard(connection)
+        try:
+            self._answer_all(connection)
+        except OSError:  # the command has been ended, or the run has
+            pass
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _answer_all(self, connection: Connection) -> None:
+        try:
+            while (request := connection.receive(REQUEST_S)) is not None:
+                answer(self._run, request, connection)
+        except OSError:
+            raise
+        except Exception as error:
+            connection.send(Refused(last_line(error), isinstance(error, ConfigError)))
