@@ -17,7 +17,7 @@ class OperateMessage(Message):
     """A message between a command and the driver of a run."""
 
 
-class RankRow(TypedDict):
+class RankLine(TypedDict):
     """What is known about a rank now."""
 
     rank: int
@@ -44,7 +44,7 @@ class ListRanks(OperateMessage):
 class RankTable(OperateMessage):
     """All ranks of the attempt that runs now."""
 
-    rows: Sequence[RankRow]
+    rows: Sequence[RankLine]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Commands:
     def __init__(self, server: ForkClient, env: Mapping[str, str], cwd: str) -> None:
         """`env`, `cwd`: of the rank. They stay in the memory of this process."""
         self._server, self._env, self._cwd = server, dict(env), cwd
-        self._running: dict[int, Command] = {}
+        self._running: dict[int, BesideRank] = {}
         """By pid: those whose end was not reported."""
 
     async def start(self, argv: tuple[str, ...]) -> int:
@@ -42,7 +42,7 @@ class Commands:
         finally:
             os.close(out_end)
             os.close(err_end)
-        self._running[pid] = Command(out, err, ended)
+        self._running[pid] = BesideRank(out, err, ended)
         return pid
 
     async def read(self, pid: int, patience: float) -> CommandOutput:
@@ -71,7 +71,7 @@ class Commands:
         self._running.clear()
 
 
-class Command:
+class BesideRank:
     """One command: what it has printed, and its end."""
 
     def __init__(self, out: int, err: int, ended: asyncio.Future[ProcessEnd]) -> None:

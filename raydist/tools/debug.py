@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with stoppable(), connected_run(place) as link:
             link.send(Debug(ranks[0] if ranks else waiting_rank(link)))
             threading.Thread(target=pass_lines, args=(link,), daemon=True).start()
-            return show(link)
+            return show_session(link)
 
     return run_tool(debug)
 
@@ -60,7 +60,7 @@ def pass_lines(link: Link) -> None:
     link.send(TypedLine("quit\n"))
 
 
-def show(link: Link) -> int:
+def show_session(link: Link) -> int:
     """Show what the debugger says until the session is over."""
     entered = told = False
     while True:

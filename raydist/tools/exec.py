@@ -15,7 +15,7 @@ from types import FrameType
 from raydist.messages.operate import CommandEnded, Execute, Printed, SendSignal, Told
 from raydist.shared.errors import ConfigError
 from raydist.tools.command_line import run_tool
-from raydist.tools.running import Link, connected_run, refusal, run_and_ranks, run_parser
+from raydist.tools.running import Link, connected_run, refused_by_driver, run_and_ranks, run_parser
 
 DESCRIPTION = """\
 Runs a command where a rank of a run runs: on its node, in its folder, with its variables, in its
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         arguments = parser.parse(words[:here])
         place, ranks = run_and_ranks("raydist exec", arguments.overrides)
-        return show(arguments, place, ranks, words[here + 1 :])
+        return run_beside(arguments, place, ranks, words[here + 1 :])
 
     return run_tool(execute)
 
 
-def show(
+def run_beside(
     arguments: argparse.Namespace, place: str, ranks: list[int], command: Sequence[str]
 ) -> int:
     """Run the command, show what it prints, and return its exit code."""
@@ -59,10 +59,10 @@ def show(
     with connected_run(place) as link:
         link.send(Execute(ranks, command))
         with passing_on_ctrl_c(link):
-            return follow(link, screen)
+            return show_output(link, screen)
 
 
-def follow(link: Link, screen: Screen) -> int:
+def show_output(link: Link, screen: Screen) -> int:
     """Show what the commands print until all have ended; return the first code that is not 0."""
     code = 0
     while (message := link.receive()) is not None:
@@ -77,7 +77,7 @@ def follow(link: Link, screen: Screen) -> int:
             case Told():
                 return code
             case _:
-                raise refusal(message)
+                raise refused_by_driver(message)
     raise ConnectionResetError
 
 

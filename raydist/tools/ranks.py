@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         try:
-            return show(arguments)
+            return show_ranks(arguments)
         except (Stopped, RunEnded):  # what --follow waits for
             if not arguments.follow:
                 raise
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_tool(ranks)
 
 
-def show(arguments: argparse.Namespace) -> int:
+def show_ranks(arguments: argparse.Namespace) -> int:
     """Print the ranks once, or until Ctrl-C or the end of the run."""
     place = one_place("raydist ranks", arguments.overrides)
     with stoppable(), connected_run(place) as link:

@@ -14,12 +14,12 @@ from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.shared.own_path import machine_id
 from raydist.tools.command_line import ToolParser
-from raydist.watch.operate.connection import FILE, Connection, DriverAddress, read_address
+from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, read_address
 from raydist.watch.operate.relay import RelayedConnection, connect_here
 from raydist.watch.web.runs import EVENTS, no_run, runs_below
 
 Kind = TypeVar("Kind", bound=Message)
-Link = Connection | RelayedConnection
+Link = CommandLink | RelayedConnection
 
 
 class RunEnded(RaydistError):
@@ -43,7 +43,7 @@ def connected_run(place: str) -> Iterator[Link]:
     ConfigError: there is no such run, or it does not run. RunEnded: it ended meanwhile.
     """
     with contextlib.ExitStack() as stack:
-        folder, address = find_run(place)
+        folder, address = find_running(place)
         stack.enter_context(connect_to(folder, address))
         link = open_link(folder, address)
         stack.callback(link.close)
@@ -53,7 +53,7 @@ def connected_run(place: str) -> Iterator[Link]:
             raise RunEnded(f"{folder}: the run has ended") from error
 
 
-def find_run(place: str) -> tuple[Path, DriverAddress]:
+def find_running(place: str) -> tuple[Path, DriverAddress]:
     """Return the folder of the run, and where its driver listens.
 
     `place`: a run folder; a folder of runs, or `newest`, for the run there that began last.
@@ -124,11 +124,11 @@ def receive(link: Link, kind: type[Kind]) -> Kind:
     if message is None:
         raise ConnectionResetError
     if not isinstance(message, kind):
-        raise refusal(message)
+        raise refused_by_driver(message)
     return message
 
 
-def refusal(message: Message) -> RaydistError:
+def refused_by_driver(message: Message) -> RaydistError:
     """Return the error for a message with which the driver has refused a request."""
     if isinstance(message, Refused):
         return ConfigError(message.text) if message.usage else RaydistError(message.text)
@@ -149,11 +149,11 @@ def run_and_ranks(command: str, words: list[str]) -> tuple[str, list[int]]:
     for word in others:
         if "=" in word and not Path(word).exists():
             raise ConfigError(f"{word}: there is no such word; type rank=3", word, None, "rank=3")
-    ranks = [rank for word in named for rank in rank_numbers(word.removeprefix("rank="))]
+    ranks = [rank for word in named for rank in ranks_of_text(word.removeprefix("rank="))]
     return one_place(command, others), ranks
 
 
-def rank_numbers(text: str) -> list[int]:
+def ranks_of_text(text: str) -> list[int]:
     """Return the ranks of `3`, `0,2` or `0-3`. ConfigError: it is none of these."""
     ranks: list[int] = []
     for part in text.split(","):

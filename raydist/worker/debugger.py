@@ -149,7 +149,7 @@ class Debugger:
         return f"(rank {self._rank}) "
 
 
-class Terminal:
+class PdbStreams:
     """What pdb takes for its input and output."""
 
     encoding = "utf-8"
@@ -166,7 +166,7 @@ class Session(pdb.Pdb):
     """A session of pdb whose end never ends the program."""
 
     def __init__(self, debugger: Debugger) -> None:
-        terminal: Any = Terminal(debugger)
+        terminal: Any = PdbStreams(debugger)
         super().__init__(stdin=terminal, stdout=terminal, nosigint=True, readrc=False)
         self.prompt = debugger.prompt
         self._debugger = debugger

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raydist.messages.agent import RankActivity, StackWay
-from raydist.watch.operate.folding import Seen, describe, fold, headline, seen_of
+from raydist.watch.operate.folding import Seen, describe, fold, one_line, seen_of
 
 LIBRARY = "/x/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 REDUCES = [
@@ -59,7 +59,7 @@ def source(file: str, line: int) -> str:
     ],
 )
 def test_equal_stacks_are_one_entry_and_the_odd_one_is_first(ranks: list[Seen], text: str) -> None:
-    assert headline(fold(ranks), source).startswith(text)
+    assert one_line(fold(ranks), source).startswith(text)
 
 
 def test_the_last_collectives_are_named_with_the_ranks_where_they_differ() -> None:

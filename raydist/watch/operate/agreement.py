@@ -19,7 +19,7 @@ milliseconds, unless C code holds the GIL or the rank is stopped."""
 _one_at_a_time = threading.Lock()
 
 
-def agree(group: WorkerGroup, what: str, values: Mapping[str, Any]) -> int:
+def agree_on_step(group: WorkerGroup, what: str, values: Mapping[str, Any]) -> int:
     """Have all ranks do this after a common step; return that step.
 
     ConfigError: the program is not in raydist.fit. LaunchError: a rank does not answer; all

@@ -18,7 +18,7 @@ from raydist.messages.operate import (
     Execute,
     GetStacks,
     ListRanks,
-    RankRow,
+    RankLine,
     RankTable,
     SaveNow,
     StopRun,
@@ -31,9 +31,9 @@ from raydist.shared.errors import ConfigError, LaunchError, Stopped
 from raydist.shared.events import Events, parse_event
 from raydist.shared.rank_names import name_ranks
 from raydist.watch.operate import agreement, folding
-from raydist.watch.operate.connection import Connection
+from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.debugging import debug
-from raydist.watch.operate.execution import execute
+from raydist.watch.operate.execution import run_beside_ranks
 from raydist.watch.operate.records import record, write_answer
 from raydist.watch.operate.wording import silent_row, status_row
 
@@ -62,7 +62,7 @@ class OperatedRun:
     """Stops the run as a signal does; None: only the program that started it can."""
 
 
-def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
+def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
     """Carry out a request.
 
     OSError: the command has gone. ConfigError: it was typed wrongly.
@@ -73,7 +73,7 @@ def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
         case GetStacks(ranks, native):
             connection.send(tell_stacks(run, ranks, native))
         case Execute(ranks, argv):
-            execute(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
+            run_beside_ranks(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
         case Debug(rank):
             chosen_ranks(run, [rank])
             debug(run.group, run.events, rank, connection)
@@ -86,7 +86,7 @@ def answer(run: OperatedRun, request: Message, connection: Connection) -> None:
             raise ConfigError(f"the run's raydist does not know {type(request).__name__}")
 
 
-def rank_rows(run: OperatedRun) -> list[RankRow]:
+def rank_rows(run: OperatedRun) -> list[RankLine]:
     """Return what is known about each rank now."""
     slots = run.group.plan.slots
     found = ask_ranks(run, GetStatus(), range(len(slots)), STATUS_S)
@@ -112,7 +112,7 @@ def tell_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> Told:
     ended = [rank for rank, each in found.items() if each is None]
     silent = [rank for rank in ranks if rank not in found]
     groups = folding.fold(seen)
-    headline = folding.headline(groups, source_line)
+    headline = folding.one_line(groups, source_line)
     lines = [*folding.describe(groups, source_line)]
     lines += [f"{name_ranks(ended)}: ended"] if ended else []
     lines += [f"{name_ranks(silent)}: its agent does not answer"] if silent else []
@@ -122,13 +122,13 @@ def tell_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> Told:
     return Told(lines, file)
 
 
-def save(run: OperatedRun, connection: Connection) -> None:
+def save(run: OperatedRun, connection: CommandLink) -> None:
     """Have all ranks save a checkpoint after their current step, and tell when it is complete.
 
     LaunchError: the checkpoint did not become complete.
     """
     size = run.events.path.stat().st_size
-    step = agreement.agree(run.group, "save", {})
+    step = agreement.agree_on_step(run.group, "save", {})
     connection.send(Told([f"the ranks save after step {step}"]))
     saved = wait_for_saved(run, step, size)
     text = f"step {saved.step}: {saved.path} ({saved.s:.2f} s)"
@@ -156,7 +156,7 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
     raise LaunchError(f"no checkpoint of step {step} became complete within {SAVED_S:g} s")
 
 
-def stop(run: OperatedRun, connection: Connection, now: bool) -> None:
+def stop(run: OperatedRun, connection: CommandLink, now: bool) -> None:
     """Stop the run as Ctrl-C does; `now`: as a second Ctrl-C does.
 
     ConfigError: only the program that started it can.

@@ -55,7 +55,7 @@ def read_address(folder: Path) -> DriverAddress | None:
         return None
 
 
-class Connection(AbstractContextManager["Connection"]):
+class CommandLink(AbstractContextManager["CommandLink"]):
     """One end of a connection: messages as lines of JSON.
 
     One thread may send while another receives.

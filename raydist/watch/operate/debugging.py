@@ -11,7 +11,7 @@ from raydist.messages.agent import DebuggerNews, ReadDebugger
 from raydist.messages.operate import DebuggerState, TypedLine
 from raydist.messages.rank import AttachDebugger, DetachDebugger, TellDebugger
 from raydist.shared.events import Events
-from raydist.watch.operate.connection import Connection
+from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.records import record
 
 PATIENCE_S = 1.0
@@ -20,7 +20,7 @@ LOOK_S = 0.02
 """Seconds between two looks for a line of the person."""
 
 
-def debug(group: WorkerGroup, events: Events, rank: int, connection: Connection) -> None:
+def debug(group: WorkerGroup, events: Events, rank: int, connection: CommandLink) -> None:
     """Pass lines on until the session is over. The rank goes on, however it ends.
 
     What is typed and shown is not recorded: it may contain secrets.
@@ -44,7 +44,7 @@ def debug(group: WorkerGroup, events: Events, rank: int, connection: Connection)
         group.call(rank, DetachDebugger())
 
 
-def pass_line(group: WorkerGroup, rank: int, connection: Connection) -> bool:
+def pass_line(group: WorkerGroup, rank: int, connection: CommandLink) -> bool:
     """Pass a line of the person on; return whether there was one. OSError: the person has gone."""
     with contextlib.suppress(TimeoutError):
         message = connection.receive(0.0)

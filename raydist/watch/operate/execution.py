@@ -15,7 +15,7 @@ from raydist.messages.operate import CommandEnded, Printed, SendSignal, Told
 from raydist.shared.errors import last_line
 from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
-from raydist.watch.operate.connection import Connection
+from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.records import record
 
 PATIENCE_S = 1.0
@@ -27,7 +27,7 @@ LOOK_S = 0.05
 class Execution:
     """One command beside some ranks."""
 
-    def __init__(self, group: WorkerGroup, connection: Connection) -> None:
+    def __init__(self, group: WorkerGroup, connection: CommandLink) -> None:
         self._group, self._connection = group, connection
         self._pids: dict[int, int] = {}
         """By rank: the processes that have not ended."""
@@ -89,12 +89,12 @@ class Execution:
         self._connection.send(CommandEnded(rank, code, error))
 
 
-def execute(
+def run_beside_ranks(
     group: WorkerGroup,
     events: Events,
     ranks: Sequence[int],
     argv: Sequence[str],
-    connection: Connection,
+    connection: CommandLink,
 ) -> None:
     """Run a command beside these ranks, and record its name and its exit codes.
 

@@ -71,15 +71,15 @@ def fold(ranks: Sequence[Seen]) -> list[list[Seen]]:
     )
 
 
-def headline(groups: Sequence[Sequence[Seen]], line_of: SourceLine) -> str:
+def one_line(groups: Sequence[Sequence[Seen]], line_of: SourceLine) -> str:
     """Return all groups on one line: `rank 3: sleep at train.py:31; ranks 0-2: …`."""
-    return "; ".join(f"{ranks_of(own)}: {doing(own[0], line_of)}" for own in groups)
+    return "; ".join(f"{name_of_group(own)}: {whereabouts(own[0], line_of)}" for own in groups)
 
 
 def describe(groups: Sequence[Sequence[Seen]], line_of: SourceLine) -> Iterator[str]:
     """Yield the lines about each group: where it is, its last collective, its stack."""
     for own in groups:
-        yield f"{ranks_of(own)}: {doing(own[0], line_of)}"
+        yield f"{name_of_group(own)}: {whereabouts(own[0], line_of)}"
         hosts = {each.state.host: None for each in own}
         yield f"    on {', '.join(hosts)}, pid {', '.join(str(each.state.pid) for each in own)}"
         if way := WAYS[own[0].way]:
@@ -88,7 +88,7 @@ def describe(groups: Sequence[Sequence[Seen]], line_of: SourceLine) -> Iterator[
         yield from (f"    {line}" for line in _stack(own[0]))
 
 
-def doing(seen: Seen, line_of: SourceLine) -> str:
+def whereabouts(seen: Seen, line_of: SourceLine) -> str:
     """Return what a rank is doing, and where in the program: `all_reduce at train.py:81`."""
     state = seen.state
     if state.state == "T":
@@ -144,7 +144,7 @@ def native_frames(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\b\d{3,}\b", "", text.partition("\n\n")[2])
 
 
-def ranks_of(own: Sequence[Seen]) -> str:
+def name_of_group(own: Sequence[Seen]) -> str:
     """Return `rank 3` or `ranks 0-2`."""
     return name_ranks(each.state.rank for each in own)
 

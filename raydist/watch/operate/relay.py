@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 from raydist.messages.wire import Message, decode, encode
-from raydist.watch.operate.connection import Connection, is_own
+from raydist.watch.operate.connection import CommandLink, is_own
 
 CALL_S = 0.5
 """Seconds that a call to the actor waits for a message."""
@@ -38,7 +38,7 @@ class Relay:
 
 
 class RelayedConnection(contextlib.AbstractContextManager["RelayedConnection"]):
-    """A connection to a driver on another host: the same methods as Connection."""
+    """A connection to a driver on another host: the same methods as CommandLink."""
 
     def __init__(self, name: str, node: str) -> None:
         """Start the actor. `name`, `node`: as in DriverAddress. OSError: no driver is there."""
@@ -66,7 +66,7 @@ class RelayedConnection(contextlib.AbstractContextManager["RelayedConnection"]):
         self._get(self._actor.send.remote(encode(message) + b"\n"))
 
     def receive(self, within_s: float | None = None) -> Message | None:
-        """Return the next message, as Connection does."""
+        """Return the next message, as CommandLink does."""
         waited = 0.0
         while within_s is None or waited <= within_s:
             line = self._get(self._actor.receive.remote(CALL_S))
@@ -83,7 +83,7 @@ class RelayedConnection(contextlib.AbstractContextManager["RelayedConnection"]):
         self.close()
 
 
-def connect_here(name: str) -> Connection:
+def connect_here(name: str) -> CommandLink:
     """Connect to a driver of this machine. OSError: nothing of this user listens there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -93,4 +93,4 @@ def connect_here(name: str) -> Connection:
     except OSError:
         sock.close()
         raise
-    return Connection(sock)
+    return CommandLink(sock)

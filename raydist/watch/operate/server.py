@@ -14,7 +14,7 @@ from raydist.messages.operate import Refused
 from raydist.shared.errors import ConfigError, last_line
 from raydist.shared.own_path import machine_id
 from raydist.watch.operate.answers import OperatedRun, answer
-from raydist.watch.operate.connection import FILE, Connection, DriverAddress, is_own
+from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, is_own
 
 REQUEST_S = 10.0
 """Seconds within which a command sends its request, or another one."""
@@ -29,7 +29,7 @@ class OperateServer(AbstractContextManager["OperateServer"]):
     def __init__(self, run: OperatedRun) -> None:
         self._run = run
         self._listener: socket.socket | None = None
-        self._open = set[Connection]()
+        self._open = set[CommandLink]()
         self._lock = threading.Lock()
         """Guards the connections."""
 
@@ -80,14 +80,14 @@ class OperateServer(AbstractContextManager["OperateServer"]):
                 if is_own(sock):
                     threading.Thread(
                         target=self._serve,
-                        args=(Connection(sock),),
+                        args=(CommandLink(sock),),
                         name="raydist-command",
                         daemon=True,
                     ).start()
                 else:
                     sock.close()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: CommandLink) -> None:
         """Answer one command, which may have several requests."""
         with self._lock:
             self._open.add(connection)
@@ -100,7 +100,7 @@ class OperateServer(AbstractContextManager["OperateServer"]):
                 self._open.discard(connection)
             connection.close()
 
-    def _answer_all(self, connection: Connection) -> None:
+    def _answer_all(self, connection: CommandLink) -> None:
         try:
             while (request := connection.receive(REQUEST_S)) is not None:
                 answer(self._run, request, connection)

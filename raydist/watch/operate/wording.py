@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raydist.messages.agent import RankStatus
-from raydist.messages.operate import RankRow
+from raydist.messages.operate import RankLine
 from raydist.reporting.wording import table
 
 HELD = {
@@ -19,7 +19,7 @@ QUIET_S = 10.0
 """Seconds without a heartbeat from which on a rank's silence is shown."""
 
 
-def status_row(rank: int, host: str, status: RankStatus | None) -> RankRow:
+def status_row(rank: int, host: str, status: RankStatus | None) -> RankLine:
     """Return the row of a rank whose agent has answered. `status`: None if it has ended."""
     if status is None:
         return _row(rank, host, "ended")
@@ -32,12 +32,12 @@ def status_row(rank: int, host: str, status: RankStatus | None) -> RankRow:
     return row
 
 
-def silent_row(rank: int, host: str) -> RankRow:
+def silent_row(rank: int, host: str) -> RankLine:
     """Return the row of a rank whose agent does not answer."""
     return _row(rank, host, "its agent does not answer")
 
 
-def _row(rank: int, host: str, state: str) -> RankRow:
+def _row(rank: int, host: str, state: str) -> RankLine:
     return {
         "rank": rank,
         "host": host,
@@ -50,13 +50,13 @@ def _row(rank: int, host: str, state: str) -> RankRow:
     }
 
 
-def rank_table(rows: Sequence[RankRow]) -> list[str]:
+def rank_table(rows: Sequence[RankLine]) -> list[str]:
     """Return the lines of the table of `raydist ranks`."""
     titles = ("rank", "host", "pid", "step", "own work", "waiting", "state")
     return table([titles, *(_cells(row) for row in rows)])
 
 
-def _cells(row: RankRow) -> tuple[str, ...]:
+def _cells(row: RankLine) -> tuple[str, ...]:
     timed = row["own_s"] + row["wait_s"] > 0
     quiet = f", silent for {row['quiet_s']:.0f} s" if row["quiet_s"] >= QUIET_S else ""
     return (
