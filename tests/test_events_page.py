@@ -79,7 +79,7 @@ def section(made: type[Event]) -> Iterator[str]:
 def page() -> str:
     """The whole page."""
     shown = [kinds.KINDS[each] for each in sorted(kinds.KINDS)]
-    shown = [each for each in shown if not issubclass(each, kinds.Asked)]
+    shown = [each for each in shown if not issubclass(each, kinds.RankRequest)]
     lines = [HEAD, "## Several kinds at once", "", "| class | its kinds | |", "|---|---|---|"]
     for base in BASES:
         names = ", ".join(f"`{each.kind}`" for each in shown if issubclass(each, base))

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raydist.cluster.placement import Plan, Slot
-from raydist.launch import flush as launch_flush
-from raydist.launch import preload, runtime_env, shared_paths
+from raydist.launch import flush, preload, runtime_env, shared_paths
 from raydist.launch.flush import Description, FlushNode
 from raydist.launch.hosts import Hosts
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
@@ -51,8 +50,7 @@ from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
 from raydist.settings.config import Job, as_dict
-from raydist.shared import arguments as shared_arguments
-from raydist.shared import kinds
+from raydist.shared import arguments, kinds
 from raydist.shared.errors import ConfigError, LaunchError, Stopped, last_line
 from raydist.shared.events import Events
 from raydist.shared.own_path import machine_id
@@ -196,7 +194,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                 self._note_facts()
             self._wait_for_writer()
             if not replaced:  # otherwise a node that is gone may hold a part of it
-                self._saver.rest(launch_flush.FLUSH_S)
+                self._saver.rest(flush.FLUSH_S)
             file, store = self._rendezvous_file(job, attempt), None
             if file is None:
                 request = OpenStore(self._store, self.facts[0].address)
@@ -215,7 +213,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _wait_for_writer(self) -> None:
         """Wait for the checkpoint that rank 0's node is writing."""
         try:
-            self.call(0, WaitForWriter()).result(launch_flush.FLUSH_S)
+            self.call(0, WaitForWriter()).result(flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = self.plan.slots[0].node.host
             why = f"{type(error).__name__}: {last_line(error)}"
@@ -301,7 +299,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def flush(self) -> str:
         """Write the last snapshot to the disk; return why no node could, empty if one has."""
-        return launch_flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
+        return flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
 
     def save_shards(self, request: kinds.SaveShards) -> None:
         """Have all nodes write the sharded checkpoint that rank 0 requested.
@@ -322,7 +320,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def finish_saves(self) -> None:
         """Wait for a sharded checkpoint being written, unless a node with a part of it is gone."""
         if not self._silent:
-            self._saver.rest(launch_flush.FLUSH_S)
+            self._saver.rest(flush.FLUSH_S)
 
     @property
     def _flush_nodes(self) -> list[FlushNode]:
@@ -417,7 +415,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._send_call(call)
         self._known_values.clear()
         copied = runtime_env.root(job)
-        program = shared_arguments.seen_from(copied or os.getcwd(), job.script)
+        program = arguments.seen_from(copied or os.getcwd(), job.script)
         common = StartRank(
             rank=0,
             env={},
@@ -439,7 +437,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
         for rank, rank_variables in enumerate(variables):
             env = {var.name: var.value for var in rank_variables}
-            args = shared_arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
+            args = arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
             requests.append(
                 replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank])
             )

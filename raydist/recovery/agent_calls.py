@@ -70,7 +70,7 @@ class AgentCalls:
 
     def request_news(self, rank: int, running_s: float) -> None:
         """Request an agent's next news. `running_s`: seconds since all ranks have met."""
-        self._silences.asked(rank, time.monotonic())
+        self._silences.note_call(rank, time.monotonic())
         interval = deadlines.answer_interval(running_s, self._group.plan.world_size)
         reply = self._group.call(rank, GetNews(interval))
         reply.add_done_callback(lambda done: self._post(AgentAnswer(rank, done)))

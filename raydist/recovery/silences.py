@@ -16,26 +16,26 @@ class Silences:
         """Seconds after which an agent that has not answered is silent."""
         self.named: set[int] = set()
         """The ranks whose agents are silent."""
-        self._asked: dict[int, float] = {}
+        self._open_since: dict[int, float] = {}
         self._looked: float | None = None
 
-    def asked(self, rank: int, now: float) -> None:
+    def note_call(self, rank: int, now: float) -> None:
         """Note that a call to this agent is open."""
-        self._asked[rank] = now
+        self._open_since[rank] = now
 
     def answered(self, rank: int) -> None:
         """Note that the agent has answered, or its rank has ended."""
-        self._asked.pop(rank, None)
+        self._open_since.pop(rank, None)
         self.named.discard(rank)
 
     def heard(self, rank: int, since: float) -> bool:
         """Return whether this agent has answered a call since then."""
-        return self._asked.get(rank, -math.inf) >= since
+        return self._open_since.get(rank, -math.inf) >= since
 
     def over(self, seconds: float) -> bool:
         """Return whether, at the last check, an agent had not answered for `seconds`."""
         return self._looked is not None and any(
-            self._looked - at > seconds for at in self._asked.values()
+            self._looked - at > seconds for at in self._open_since.values()
         )
 
     def look(self, now: float) -> list[int]:
@@ -43,10 +43,10 @@ class Silences:
         late = self._looked is not None and now - self._looked > PAUSE_S
         self._looked = now
         if late:
-            self._asked = dict.fromkeys(self._asked, now)
+            self._open_since = dict.fromkeys(self._open_since, now)
         new = sorted(
             rank
-            for rank, at in self._asked.items()
+            for rank, at in self._open_since.items()
             if now - at > self.limit and rank not in self.named
         )
         self.named.update(new)

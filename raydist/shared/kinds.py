@@ -144,7 +144,7 @@ class StartsAttempt(Event):
     """Why, on one line."""
 
 
-class Asked(OfRank):
+class RankRequest(OfRank):
     """A request of a rank in the form of an event. No file and no reader gets it."""
 
 
@@ -310,11 +310,11 @@ class Held(OfRank):
     function: str = ""
 
 
-class Save(Asked):
+class Save(RankRequest):
     """Rank 0 has put a state into memory that is to be written to the disk."""
 
 
-class SaveShards(Asked):
+class SaveShards(RankRequest):
     """All ranks have put a sharded state into memory that is to be written to the disk."""
 
     kind = "save_shards"

@@ -28,7 +28,7 @@ state."""
 
 
 @dataclass(frozen=True)
-class Found:
+class RestoredState:
     """A restored state. Its tensors are in the model and in the optimizer already."""
 
     step: int
@@ -142,7 +142,7 @@ def _row_of_each(model: RankModel) -> torch.Tensor:
     return DTensor.from_local(own.to(model.device), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
-def find_shards(model: RankModel) -> Found | None:
+def find_shards(model: RankModel) -> RestoredState | None:
     """Fill the model and the optimizer with the newest state; return None if there is none.
 
     The state comes from memory or from the disk. All ranks must call it. ConfigError: the state has
@@ -178,7 +178,7 @@ def find_shards(model: RankModel) -> Found | None:
     # tensors are filled in place; the optimizer's settings remain the current ones
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if model.comm.sharded else context.rank().rank]
-    return Found(step, from_bytes(state["training"]), state["loss"], own)
+    return RestoredState(step, from_bytes(state["training"]), state["loss"], own)
 
 
 def _forget_unkept(model: RankModel, state: State) -> None:

@@ -579,8 +579,8 @@ def test_a_fork_server_that_is_silent_is_named_once(tmp_path: Path) -> None:
 
 def test_a_driver_that_stood_still_itself_blames_no_agent() -> None:
     silences = Silences(10.0)
-    silences.asked(0, 100.0)
-    silences.asked(1, 100.0)
+    silences.note_call(0, 100.0)
+    silences.note_call(1, 100.0)
     assert [silences.look(at) for at in (101.0, 105.0, 109.0)] == [[], [], []]
     assert silences.look(500.0) == []  # a laptop was closed
     assert silences.look(504.0) == []
