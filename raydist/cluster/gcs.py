@@ -12,7 +12,8 @@ ANSWER_S = 10.0
 def answers(address: str) -> bool:
     """Report whether a GCS answers at host:port.
 
-    LaunchError: it refuses this process's token; ray.init would hang.
+    LaunchError: it refuses this process's token, so ray.init would hang; or it has no token
+    authentication and this process does, which would refuse the GCS's calls.
     """
     import grpc
 
@@ -28,4 +29,9 @@ def answers(address: str) -> bool:
                 "this machine"
             ) from error
         return False
+    if ray_private.needs_no_token(address, ANSWER_S):
+        raise LaunchError(
+            f"the Ray at {address} was started with RAY_AUTH_MODE=disabled, and this process has "
+            "token authentication: set RAY_AUTH_MODE=disabled here too, or start Ray without it"
+        )
     return True

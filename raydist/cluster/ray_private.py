@@ -332,6 +332,22 @@ def check_alive(address: str, timeout: float) -> None:
         stub.CheckAlive(require(f"{MESSAGES}:CheckAliveRequest")(), timeout=timeout)
 
 
+def needs_no_token(address: str, timeout: float) -> bool:
+    """Return whether the GCS at host:port answers without a token, though this process has one."""
+    import grpc
+
+    enabled = find_part("ray._private.authentication.authentication_utils:is_token_auth_enabled")
+    if enabled is None or not enabled() or os.environ.get("RAY_USE_TLS", "0") in ("1", "true"):
+        return False
+    with contextlib.closing(grpc.insecure_channel(address)) as channel:
+        stub = require(f"{STUBS}:NodeInfoGcsServiceStub")(channel)
+        try:
+            stub.CheckAlive(require(f"{MESSAGES}:CheckAliveRequest")(), timeout=timeout)
+        except grpc.RpcError:
+            return False
+        return True
+
+
 def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -> None:
     """Make the raylet at host:port start this number of workers.
 

@@ -181,13 +181,26 @@ def out_of_memory(error: BaseException) -> str:
     )
 
 
+ADVICE = {
+    "No module named 'raydist'": (
+        "install raydist on every node, for the Python that Ray runs with"
+    ),
+    "all references to the actor were removed": (
+        "the head node does not reach this driver, to ask whether the actor is still needed; a "
+        "firewall may block its connections to this machine"
+    ),
+}
+"""By a part of Ray's message: what to do. Ray's second message would need a driver that has ended;
+ours holds its actors until the end of the run."""
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's text, without the traceback that Ray adds before it."""
     if by_ray := out_of_memory(error):
         return by_ray
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else type(error).__name__
-    missing = "No module named 'raydist'" in last
-    return last + (
-        ": install raydist on every node, for the Python that Ray runs with" if missing else ""
-    )
+    for text, what_to_do in ADVICE.items():
+        if text in str(error):
+            return f"{last.rstrip('.')}: {what_to_do}"
+    return last
