@@ -26,6 +26,8 @@ DEBUG_SIGNAL = STACKS_SIGNAL - 1
 """Has the main thread enter the debugger; the rank sends it to itself."""
 
 
+RAYS = "ray.util."
+"""The beginning of what Ray puts into PYTHONBREAKPOINT."""
 LATER_S = 0.02
 """Seconds until the next attempt to enter."""
 OWN = tuple(f"{os.sep}worker{os.sep}{name}.py" for name in ("channel", "context", "agreed"))
@@ -100,8 +102,9 @@ class Debugger:
 
     def _on_breakpoint(self, *args: Any, **options: Any) -> Any:
         # A forked DataLoader worker has no channel. PYTHONBREAKPOINT chooses another debugger, or
-        # none.
-        if os.getpid() != self._pid or os.environ.get("PYTHONBREAKPOINT"):
+        # none; Ray's, which each Ray worker sets for its children, works in Ray's tasks only.
+        chosen = os.environ.get("PYTHONBREAKPOINT", "")
+        if os.getpid() != self._pid or (chosen and not chosen.startswith(RAYS)):
             return sys.__breakpointhook__(*args, **options)
         self._hold(sys._getframe(1))
         return None

@@ -74,8 +74,13 @@ class CommandLink(AbstractContextManager["CommandLink"]):
     def receive(self, within_s: float | None = None) -> Message | None:
         """Return the next message; None once the other end has closed the connection.
 
-        TimeoutError: none came `within_s` seconds (None: waits). ValueError: it is no message.
+        TimeoutError: none came in `within_s` seconds (None: waits). ValueError: it is no message.
         """
+        line = self.receive_line(within_s)
+        return None if line is None else decode(line)
+
+    def receive_line(self, within_s: float | None = None) -> bytes | None:
+        """Return the line of the next message, as `receive`."""
         while b"\n" not in self._rest:
             if within_s is not None and not self._poll.poll(within_s * 1000):
                 raise TimeoutError
@@ -89,7 +94,7 @@ class CommandLink(AbstractContextManager["CommandLink"]):
             if len(self._rest) > LIMIT:
                 raise ValueError("a message is too long")
         line, _, self._rest = self._rest.partition(b"\n")
-        return decode(line)
+        return line
 
     def end(self) -> None:
         """End the connection; a thread that waits in `receive` gets None, and closes it."""

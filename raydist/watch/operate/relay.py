@@ -31,10 +31,10 @@ class Relay:
     def receive(self, within_s: float) -> bytes | None:
         """Return a message of the driver; CLOSED after the last; None: none came in this time."""
         try:
-            message = self._connection.receive(within_s)
+            line = self._connection.receive_line(within_s)
         except TimeoutError:
             return None
-        return CLOSED if message is None else encode(message)
+        return CLOSED if line is None else line
 
 
 class RelayedConnection(contextlib.AbstractContextManager["RelayedConnection"]):
