@@ -215,6 +215,8 @@ class RankActivity:
     beat: tuple[int, str, float] = (0, "", 0.0)
     """Its heartbeat after that."""
     way: StackWay = ""
+    gpu_fault: str = ""
+    """What NVML reports of its GPU if that is broken."""
 
 
 StackWay = Literal["", "thread", "signal"]

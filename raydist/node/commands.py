@@ -25,7 +25,7 @@ class Commands:
 
     def __init__(self, server: ForkClient, env: Mapping[str, str], cwd: str) -> None:
         """`env`, `cwd`: of the rank. They stay in the memory of this process."""
-        self._server, self._env, self._cwd = server, dict(env), cwd
+        self._server, self.env, self._cwd = server, dict(env), cwd
         self._running: dict[int, BesideRank] = {}
         """By pid: those whose end was not reported."""
 
@@ -33,7 +33,7 @@ class Commands:
         """Start a command, and return its pid. Raises OSError if the server can't fork."""
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         try:
-            spec = CommandSpec(argv, self._env, self._cwd)
+            spec = CommandSpec(argv, self.env, self._cwd)
             pid, ended = await self._server.fork(spec, [out_end, err_end])
         except BaseException:
             os.close(out)

@@ -28,7 +28,7 @@ from raydist.messages.agent import (
 )
 from raydist.messages.rank import Activity, HoldForAction, HoldRank
 from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
-from raydist.node import native_stack, oom
+from raydist.node import gpu_faults, native_stack, oom
 from raydist.node.commands import Commands
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import main_stack, main_thread_cpu, process_state
@@ -165,7 +165,8 @@ class RankProcess:
     async def examine(self, quick: bool = False) -> RankActivity | None:
         """Return what the rank's process is doing now; None if it has ended.
 
-        That is its state, the CPU it uses, its stacks and its last collectives.
+        That is its state, the CPU it uses, its stacks and its last collectives; and a fault of its
+        GPU.
 
         If a rank does not answer because native code holds the GIL, a signal makes it write its
         main thread's stack: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
@@ -173,6 +174,9 @@ class RankProcess:
         """
         if not self.running:
             return None
+        fault = None
+        if not quick:
+            fault = asyncio.create_task(gpu_faults.find_fault(self.commands.env, ANSWER_S))
         state, before = process_state(self.pid)
         began = time.monotonic()
         self.channel.ask_activity()
@@ -194,7 +198,8 @@ class RankProcess:
             activity = Activity(await main_stack(self.pid, stacks, send_signal), ())
             way = "signal" if activity.stack else ""
         beat, stack = self.reports.beat(), activity.stack
-        return RankActivity(self.pid, state, busy, stack, activity.collectives, beat, way)
+        found = RankActivity(self.pid, state, busy, stack, activity.collectives, beat, way)
+        return found if fault is None else replace(found, gpu_fault=await fault)
 
     async def _await_activity(self, state: str) -> None:
         """Wait until the rank answers, or can't because native code keeps the GIL.

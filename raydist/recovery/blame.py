@@ -62,6 +62,9 @@ LAST_WORDS = re.compile(
     re.MULTILINE,
 )
 """The messages of C++, glog's checks, glibc and torch's watchdog of NCCL before they abort."""
+CUDA_ERROR = re.compile(r"CUDA error: (.+)")
+"""What torch's watchdog of NCCL prints. The message of its abort does not repeat it, nor does the
+exception in Python (torch 2.15)."""
 
 MEANINGS = {
     signal.SIGKILL: "from the kernel's out-of-memory killer, see dmesg on the node, or from "
@@ -115,7 +118,17 @@ def first_cause(ends: Iterable[End]) -> End | None:
 def last_words(log: str) -> str:
     """Return why native code aborted, from the end of its log; empty if the log has no reason."""
     found = list(LAST_WORDS.finditer(log))
-    return next(filter(None, found[-1].groups())).strip()[:SAID] if found else ""
+    if not found:
+        return ""
+    return with_cuda_error(next(filter(None, found[-1].groups())).strip()[:SAID], log)
+
+
+def with_cuda_error(message: str, log: str) -> str:
+    """Return the message with the last error of CUDA in a rank's log, unless it has one."""
+    errors = CUDA_ERROR.findall(log)
+    if not errors or "CUDA" in message:
+        return message
+    return f"{message} (CUDA error: {errors[-1].strip()})"
 
 
 def disagree(end: End) -> bool:

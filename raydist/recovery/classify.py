@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 
 from raydist.cluster.drain import DrainNotice
 from raydist.messages.agent import RankEnd
-from raydist.recovery.blame import is_victim, last_words
+from raydist.recovery.blame import is_victim, last_words, with_cuda_error
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.pace import Beat
 from raydist.shared import kinds
 from raydist.shared.errors import Stopped, last_line, out_of_memory
 from raydist.shared.outcome import End
+
+NCCLS = "DistBackendError"
+"""The type of the exception for an error of NCCL, whatever caused it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def classify_end(
 ) -> End:
     """Determine how a rank whose process has exited ended. The first rule that applies decides.
 
-    `log_tail`: the last bytes of the log of a rank that SIGABRT killed.
+    `log_tail`: the last bytes of the rank's log, if that may tell more than its error.
     """
     end = End(
         rank=rank.rank,
@@ -69,6 +72,8 @@ def classify_end(
         return _drained(end, drain)
     hang = attempt.hang if attempt.stopped is None else None
     error = _raised(end, report, rank)
+    if error:
+        error = replace(error, message=with_cuda_error(error.message, log_tail))
     # The last ranks of a stop or of a hang lose their peers: such an error did not end them.
     if error and not (is_victim(error) and _follows(error, attempt)):
         return error
@@ -129,6 +134,11 @@ def _hung(end: End, hang: ConfirmedHang) -> End:
     return replace(
         end, how="hung", at=hang.since, message=found.text, traceback=found.stack_of(end.rank)
     )
+
+
+def log_tells_more(report: RankEnd, raised: kinds.Raised | None) -> bool:
+    """Return whether the end of a rank's log may have the reason for which it ended."""
+    return report.signal == signal.SIGABRT or (raised is not None and raised.type == NCCLS)
 
 
 def classify_lost(

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from raydist.launch.limits import EXAMINE_S, longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Examine, RankActivity
-from raydist.recovery import deadlines, hang_verdict
+from raydist.recovery import deadlines, hang_verdict, pace
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.recovery.pace import Beat, StallCheck
 from raydist.settings.config import Hang
@@ -54,7 +55,8 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         """The last heartbeat of ranks whose agents were silent."""
         self._examining = False
         self._closed = False
-        self._reported = ""
+        self._reported = "", False
+        """The last diagnosis: its text, and whether it was certain."""
         self._next_check = 0.0
 
     def __exit__(self, *_: object) -> None:
@@ -156,6 +158,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             busy=found.busy,
             stack=found.stack,
             collectives=found.collectives,
+            gpu_fault=found.gpu_fault,
         )
 
     def _weigh(self, diagnosis: Diagnosis, went_on: bool, at_work: bool) -> ConfirmedHang | None:
@@ -173,15 +176,18 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._stalls.examined(now)
             if at_work:
                 return None
+            lasts = diagnosis.text == self._reported[0] and silence > 2 * pace.UNKNOWN_S
+            if diagnosis.if_it_lasts and lasts:
+                diagnosis = replace(diagnosis, certain=True)
             diagnosis = diagnosis.final if over else diagnosis
-            if diagnosis.text and (diagnosis.text != self._reported or over):
+            if diagnosis.text and ((diagnosis.text, diagnosis.certain) != self._reported or over):
                 self._report(diagnosis, silence)
             if over or (self._settings.end and diagnosis.certain):
                 return ConfirmedHang(diagnosis.final, time.time() - silence)
             return None
 
     def _report(self, diagnosis: Diagnosis, silence: float) -> None:
-        self._reported = diagnosis.text
+        self._reported = diagnosis.text, diagnosis.certain
         with suppress(OSError):  # a full disk, which the events report
             for state in diagnosis.states:
                 (self._logs / f"rank-{state.rank}.stacks").write_text(state.stack, encoding="utf-8")

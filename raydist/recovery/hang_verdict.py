@@ -14,6 +14,10 @@ IDLE = 0.2
 """CPUs in use below which a process counts as waiting: threads of gloo and Horovod wake up often
 while they wait."""
 DISTRIBUTED = re.compile(r"/torch/distributed/|/horovod/")
+LOGGER = re.compile(r"/torch/distributed/c10d_logger\.py")
+"""The wrapper around torch's collectives."""
+MAKES_GROUP = frozenset({"_new_group_with_tag", "split_group"})
+"""The functions of torch.distributed in which ranks wait for each other to create a group."""
 LOADER = re.compile(r"/torch/utils/data/dataloader\.py")
 WAITS = re.compile(r'/horovod/torch/mpi_ops\.py", line \d+ in synchronize$')
 """The frame in which the main thread waits for other ranks, however busy it is: Horovod polls 1000
@@ -53,6 +57,8 @@ class RankState:
     not answer."""
     collectives: Sequence[Mapping[str, Any]] = ()
     """The last entries of torch's flight recorder, oldest first."""
+    gpu_fault: str = ""
+    """What NVML reports of its GPU if that is broken."""
 
     @property
     def frames(self) -> list[re.Match[str]]:
@@ -70,6 +76,28 @@ class RankState:
             if call.get("state") != "completed" and not call.get("retired")
         )
         return next(pending, None)
+
+    @property
+    def call(self) -> str:
+        """The function of torch.distributed that it has called, such as `new_group`, if any."""
+        inside = itertools.takewhile(lambda frame: DISTRIBUTED.search(frame["file"]), self.frames)
+        names = [frame["name"] for frame in inside if not LOGGER.search(frame["file"])]
+        return names[-1] if names else ""
+
+    @property
+    def makes_group(self) -> bool:
+        """Whether it creates a process group, which no flight recorder shows."""
+        return any(
+            frame["name"] in MAKES_GROUP and DISTRIBUTED.search(frame["file"])
+            for frame in self.frames
+        )
+
+    def comes_to(self, number: int) -> bool:
+        """Return whether it has begun the default group's collective of this number."""
+        return any(
+            _group(call) == "0" and (call["collective_seq_id"] or 0) >= number
+            for call in self.collectives
+        )
 
     @property
     def waiting(self) -> bool:
@@ -109,6 +137,8 @@ class Diagnosis:
     """Whether waiting longer cannot help."""
     states: Sequence[RankState] = field(default=(), repr=False)
     """All ranks that were examined."""
+    if_it_lasts: bool = False
+    """Whether it is certain once the ranks have waited like this for minutes."""
 
     @property
     def final(self) -> Diagnosis:
@@ -150,10 +180,24 @@ def diagnose(ranks: Sequence[RankState]) -> Diagnosis:
 
     The first check that applies decides.
     """
-    for check in (_stopped, _different, _absent, _all_wait):
-        if (found := check(ranks)) is not None:
-            return replace(found, states=tuple(ranks))
-    return Diagnosis("", states=tuple(ranks))
+    checks = (_stopped, _different, _apart, _absent, _all_wait)
+    found = next(filter(None, (check(ranks) for check in checks)), Diagnosis(""))
+    return replace(_with_faults(found, ranks), states=tuple(ranks))
+
+
+def _with_faults(found: Diagnosis, ranks: Sequence[RankState]) -> Diagnosis:
+    """Return the diagnosis with the faults of GPUs; their ranks block the others.
+
+    A memory error may be older than the run, so it makes nothing certain, and changes no culprit
+    that is.
+    """
+    broken = [rank for rank in ranks if rank.gpu_fault]
+    if not broken:
+        return found
+    faults = [f"{rank.gpu_fault} ({name([rank])})" for rank in broken[:4]]
+    text = "; ".join([*filter(None, [found.text]), *faults])
+    culprits = found.culprits if found.certain else rank_numbers(broken)
+    return replace(found, text=text, culprits=culprits)
 
 
 def _stopped(ranks: Sequence[RankState]) -> Diagnosis | None:
@@ -197,13 +241,46 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
     )
 
 
+def _apart(ranks: Sequence[RankState]) -> Diagnosis | None:
+    """Find that ranks create a process group, and all others wait in a collective of all ranks.
+
+    They are where these have not come yet, and cannot come before the group exists: with NCCL it
+    may need the others too. Ranks that have all come to create a group do so within seconds.
+    """
+    making = [rank for rank in ranks if rank.makes_group]
+    others = [rank for rank in ranks if not rank.makes_group]
+    if not making or not others or not all(rank.idle for rank in ranks):
+        return None
+    for rank in others:
+        call = rank.waits_in
+        if call is None or call.get("is_p2p") or _group(call) != "0":
+            return None
+        if any(each.comes_to(call["collective_seq_id"] or 0) for each in making):
+            return None
+    odd = min(making, others, key=len)
+    parts = [
+        f"{name(making)} {verb_wait(making)} in {making[0].call}{at(making[0])}",
+        f"{name(others)} {verb_wait(others)} in {describe_collective(others[0].waits_in or {})}"
+        f"{at(others[0])}",
+    ]
+    return Diagnosis(
+        "the ranks wait in different collectives: " + "; ".join(parts),
+        rank_numbers(odd),
+        if_it_lasts=True,
+    )
+
+
 def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
     """Find that some ranks wait for others, which are not in a collective."""
     waiting = [rank for rank in ranks if rank.waiting and rank.idle and not rank.left]
     absent = [rank for rank in ranks if rank not in waiting]
     if not waiting or not absent:
         return None
-    where = describe_collective(waiting[0].waits_in) if waiting[0].waits_in else "a collective"
+    first = waiting[0]
+    if first.makes_group:
+        where = first.call
+    else:
+        where = describe_collective(first.waits_in) if first.waits_in else "a collective"
     parts = [f"{name([rank])} {doing(rank)}" for rank in absent[:4]]
     parts += [f"and {len(absent) - 4} more"] if len(absent) > 4 else []
     return Diagnosis(
@@ -248,9 +325,9 @@ def describe_collective(entry: Mapping[str, Any]) -> str:
     what = str(entry.get("profiling_name", "a collective")).rpartition(":")[2]
     sizes = entry.get("input_sizes") or []
     number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
-    group = (entry.get("process_group") or ["0"])[0]
+    group = _group(entry)
     return f"{what} of {sizes}, number {number}" + (
-        f" of group {group}" if str(group) not in ("0", "") else ""
+        f" of group {group}" if group not in ("0", "") else ""
     )
 
 
@@ -260,13 +337,17 @@ def collective_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     It is (group, number, name, and sizes where these must agree).
     """
     what = str(entry.get("profiling_name")).rpartition(":")[2]
-    group = str((entry.get("process_group") or ["0"])[0])
     return (
-        group,
+        _group(entry),
         entry.get("collective_seq_id"),
         what,
         str(entry.get("input_sizes")) if what in SAME_SIZE else "",
     )
+
+
+def _group(entry: Mapping[str, Any]) -> str:
+    """Return the name of a collective's process group; that of all ranks is "0"."""
+    return str((entry.get("process_group") or ["0"])[0])
 
 
 def at(rank: RankState) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import signal
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -278,7 +277,8 @@ class Supervisor:
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
         """Handle the end of a rank's process. `silent`: its agent does not answer."""
-        log_tail = self._logs.tail(rank) if report.signal == signal.SIGABRT else ""
+        more = classify.log_tells_more(report, self._raised.get(rank))
+        log_tail = self._logs.tail(rank) if more else ""
         report = replace(report, at=self._agents.here(rank, report.at))
         end = classify.classify_end(report, self._known(rank), self._phase.record, log_tail)
         self._ended(replace(end, silent=silent))

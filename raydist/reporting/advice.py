@@ -54,6 +54,11 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "-STOP",
     ),
     (
+        lambda end: end.how == "hung" and "NVML" in end.message,
+        "look at that GPU on its node: nvidia-smi -q -d ECC,ROW_REMAPPER, and dmesg for the Xid; "
+        "reset it, or leave the node out",
+    ),
+    (
         lambda end: end.how == "hung",
         "compare the stacks of the ranks, next to their logs: a collective that only some ranks "
         "reach hangs all of them",

@@ -20,10 +20,12 @@ every rank.
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import mmap
 import os
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -352,9 +354,22 @@ class SnapshotBuffer:
             room = -(-(need + SLACK) // PAGE) * PAGE
             with GROWING:
                 begin = os.fstat(self._descriptor).st_size
-                os.ftruncate(self._descriptor, begin + room)
+                self._grow(begin + room)
         write_words(self._page, at_slot(slot), -1, begin, room, size, length, whole)
         return self._map(slot, begin, room)
+
+    def _grow(self, size: int) -> None:
+        """Make the file larger. NoRoom: this process may not have such a large file."""
+        try:
+            os.ftruncate(self._descriptor, size)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            raise NoRoom(
+                f"the states take {size / 2**20:.0f} MiB, and a file may have "
+                f"{limit / 2**20:.0f} MiB (ulimit -f)"
+            ) from error
 
     def _map(self, slot: int, begin: int, room: int) -> mmap.mmap:
         """Return the bytes of a slot."""

@@ -122,11 +122,16 @@ def on_same_memory(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def copying(native: Any, on_device: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of `copy_`: torch's own one copies to and from the host."""
+    """Return a kernel of `copy_`: torch's own one copies to and from the host.
+
+    It waits for the stream, if the caller does, before torch's own one would with Python's lock.
+    """
 
     def kernel(keys: Any, into: torch.Tensor, source: torch.Tensor, *more: Any) -> Any:
         if into.is_cuda and source.is_cuda:
             return on_device(into, source, *more)
+        if not any(more):  # not non_blocking
+            wait(source.device if source.is_cuda else into.device)
         return native.call_boxed(keys, into, source, *more)
 
     return kernel

@@ -46,6 +46,24 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, handle *into) {
     return *into = index + 1, at(*into, &g);
 }
 
+int nvmlDeviceGetHandleByUUID(const char *uuid, handle *into) {
+    struct gpu gpus[MOST];
+    int there = fake_gpus(gpus);
+    for (int i = 0; i < there; i++) {
+        char mig[64];
+        if (!strcmp(uuid, gpus[i].uuid)) return nvmlDeviceGetHandleByIndex_v2(i, into);
+        for (int k = 0; k < gpus[i].mig; k++) {
+            fake_mig_uuid(mig, &gpus[i], k);
+            if (!strcmp(uuid, mig)) return *into = (k + 1) * 100 + i + 1, OK;
+        }
+    }
+    return NOT_FOUND;
+}
+
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle h, handle *into) {
+    return *into = h % 100, OK;
+}
+
 int nvmlDeviceGetName(handle h, char *into, unsigned size) {
     struct gpu g;
     int code = at(h, &g);

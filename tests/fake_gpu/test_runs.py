@@ -59,13 +59,56 @@ def test_a_communicator_that_hangs_is_ended(four: FakeGpus, tmp_path: Path) -> N
     assert "due to timeout" in run.screen
 
 
-def test_a_broken_gpu_is_the_cause_that_the_page_names(four: FakeGpus, tmp_path: Path) -> None:
-    run = program(tmp_path, f"job={JOBS}:collectives", "scale=1x2", "restart=none", LEGACY)
+@pytest.mark.parametrize("more", [(), (LEGACY,)], ids=["nccl", "nccl-legacy"])
+def test_a_broken_gpu_is_the_cause_that_the_page_names(
+    four: FakeGpus, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """The newer process group aborts its rank after a quarter of a minute for "an error", or raises
+    that an operation has failed: only the log has more."""
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "scale=1x2", "restart=none", *more,
+        f"env.HOME={tmp_path}",  # for the watchdog's records
+    )  # fmt: skip
     run.wait_for_step(3, LIMIT_S)
     four.change(1, replace(four.gpus[1], state="ecc"))
     assert run.wait(LIMIT_S) == 1, run.screen
     assert "rank 1" in run.screen
     assert "uncorrectable ECC error encountered" in run.screen
+    (failure,) = run.events("failure")
+    assert failure["cause"]["rank"] == 1
+    assert "the rank that failed first is not known" not in failure["reason"]
+
+
+def test_memory_errors_that_only_nvml_knows_are_named_with_the_hang(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "job.args.asleep=1", "scale=1x2", "restart=none",
+        "hang.after_s=2", "hang.limit_s=30",
+    )  # fmt: skip
+    run.wait_for_step(19, LIMIT_S)
+    run.wait_until(lambda: bool(run.events("hang")), "hang", LIMIT_S)
+    four.change(1, replace(four.gpus[1], state="ecc"))
+    assert run.wait(LIMIT_S) == 1, run.screen
+    page = (run.run_dir / "blame-1.txt").read_text()
+    assert "rank 1" in page
+    assert "NVML has counted 1 uncorrectable ECC error of GPU 1" in page
+    assert "nvidia-smi -q -d ECC" in page
+
+
+def test_ranks_of_a_job_whose_import_uses_cuda_are_new_processes(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    """Forks of a process that has used CUDA have none; a warning says what that costs."""
+    (tmp_path / "early.py").write_text(
+        "import torch\nimport raydist\ntorch.zeros(1, device='cuda')\n\n\ndef job(config):\n"
+        "    raydist.report(step=1, sum=float(torch.ones(3, device=raydist.rank().device).sum()))\n"
+    )
+    words = ("job=early.py", "backend=nccl", "group=inline", "scale=1x2", "watch.progress=none")
+    run = Program(tmp_path, *words, alone=True)  # a fork server for other runs imports no files
+    assert run.wait(LIMIT_S) == 0, run.screen
+    assert run.result()["metrics"]["sum"] == 3
+    assert any("CUDA" in event["text"] for event in run.events("warning")), run.screen
 
 
 def test_three_stages_whose_ends_share_weights_train(four: FakeGpus, tmp_path: Path) -> None:

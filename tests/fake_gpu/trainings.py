@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -32,6 +35,19 @@ def replicas(config: Any, struck: int = 0) -> None:
     dist.all_gather(others, weights)
     assert all(torch.equal(weights, each) for each in others), "the weights of two ranks differ"
     raydist.report(weights=weights.double().sum().item())
+
+
+def on_hosts(config: Any, go: str) -> None:
+    """Print where this rank is, and train copies of a model, slowly until there is a file `go`."""
+    uuid = str(torch.cuda.get_device_properties(raydist.rank().device).uuid)
+    variables = [os.environ.get(each) for each in ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME")]
+    print("place", json.dumps([socket.gethostname(), uuid, *variables]))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(0 if os.path.exists(go) else 0.5)
+        return nn.functional.cross_entropy(output, target)
+
+    raydist.fit(config, train=samples(10), loss=loss, model=nn.Linear(10, 3))
 
 
 def accumulated(config: Any) -> None:
@@ -76,12 +92,15 @@ def without_states(config: Any, struck: int) -> None:
         raydist.fit(settings, train=samples(10), loss=faults.cross_entropy, model=PartlyUsed())
 
 
-def collectives(config: Any, other: int = -1) -> None:
-    """Sum ones again and again; the rank `other` makes another collective at step 20."""
+def collectives(config: Any, other: int = -1, asleep: int = -1) -> None:
+    """Sum ones again and again; at step 20 the rank `other` makes another collective, the rank
+    `asleep` none."""
     here = raydist.rank().device
     for step in range(1, 100_000):
         if step == 20 and dist.get_rank() == other:
             dist.broadcast(torch.ones(4, device=here), 0)
+        if step == 20 and dist.get_rank() == asleep:
+            time.sleep(10_000)
         ones = torch.ones(3, device=here)
         dist.all_reduce(ones)
         assert ones.sum().item() == 3 * dist.get_world_size()

@@ -207,6 +207,14 @@ SHAPES = (
             "process on rank 1 due to timeout - timeout watchdog detected operation timeout\n",
             "Aborting process on rank 1 due to timeout",
         ),
+        (
+            "[rank1]:[E1125 23:41:17.3 WorkNCCL.cpp:362] [TC][rank=1][name=0] CUDA error during end "
+            "event query: CUDA error: uncorrectable ECC error encountered\nframe #0: ...\n"
+            "[rank1]:[E1125 23:41:17.7 ProcessGroupNCCL.cpp:638] [TC][rank=1][name=0] Aborting "
+            "process on rank 1 due to error - timeout watchdog detected operation error\n",
+            "Aborting process on rank 1 due to error - timeout watchdog detected operation error "
+            "(CUDA error: uncorrectable ECC error encountered)",
+        ),
         ("step 3\nstep 4\n", ""),
         ("  what(): one\n  what():  the last\n" + "x" * 70_000, "the last"),
     ],

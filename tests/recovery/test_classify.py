@@ -10,11 +10,13 @@ import pytest
 
 from raydist.cluster.drain import DrainNotice
 from raydist.messages.agent import RankEnd, RecordedError
+from raydist.recovery.blame import is_victim
 from raydist.recovery.classify import (
     AttemptRecord,
     RankRecord,
     classify_end,
     classify_lost,
+    log_tells_more,
     lost_at,
 )
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
@@ -113,6 +115,21 @@ def test_each_way_to_end(
 def test_an_exception_keeps_its_own_words_and_step() -> None:
     end = classify_end(report(1), replace(RANK, raised=RAISED), AttemptRecord())
     assert (end.type, end.message, end.traceback, end.step) == ("ValueError", "nan", "line 31", 7)
+
+
+def test_an_error_of_nccl_has_that_of_cuda_from_the_log() -> None:
+    """torch's exception does not name it, and a broken GPU is the first cause."""
+    raised = replace(LOST_PEER, type="DistBackendError", message="NCCL operation failed")
+    assert log_tells_more(report(1), raised)
+    log = "CUDA error during end event query: CUDA error: uncorrectable ECC error encountered\n"
+    end = classify_end(report(1), replace(RANK, raised=raised), AttemptRecord(), log)
+    assert end.message == (
+        "NCCL operation failed (CUDA error: uncorrectable ECC error encountered)"
+    )
+    assert not is_victim(end)
+    plain = classify_end(report(1), replace(RANK, raised=raised), AttemptRecord(), "step 3\n")
+    assert plain.message == "NCCL operation failed"
+    assert not log_tells_more(report(1), RAISED)
 
 
 def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:

@@ -21,7 +21,7 @@ from raydist.settings.config import Hang
 from raydist.shared.events import Events
 from tests.records import Seen
 from tests.recovery.fake_group import PATIENCE_S, FakeGroup
-from tests.recovery.test_hang_verdict import JOB, WAITS, entry, stack
+from tests.recovery.test_hang_verdict import GROUP, JOB, WAITS, entry, stack
 
 SLEEPS = (
     'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 31 in job\n'
@@ -133,6 +133,24 @@ def test_what_may_only_be_slow_is_reported_once_and_not_posted(
     assert watched.group.recipients(Examine) == [0, 1, 0, 1]
     assert [event["certain"] for event in reported] == [False]
     assert watched.posted == []
+
+
+def test_what_can_only_last_is_reported_first_and_posted_after_minutes(
+    watched: Watched, reported: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 creates a group, rank 1 waits in a collective of all ranks."""
+    group = RankActivity(42, "S", 0.0, stack(*GROUP, *JOB), (entry(9, done=True),))
+    watched.found = {0: group, 1: replace(group, stack=stack(*WAITS, *JOB))}
+    watched.found[1] = replace(watched.found[1], collectives=(entry(10),))
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    watched.silent(seconds=61)
+    assert watched.posted == []
+    clock += 62
+    watched.silent(seconds=123)
+    (posted,) = watched.posted
+    assert (posted.diagnosis.culprits, posted.diagnosis.certain) == ((0,), True)
+    assert [event["certain"] for event in reported] == [False, True]
 
 
 def test_without_hang_end_a_certain_hang_is_only_reported(watched: Watched, reported: Seen) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ TORCH = "/env/lib/python3.11/site-packages/torch"
 WAITS = (
     (f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_reduce"),
     (f"{TORCH}/distributed/c10d_logger.py", 83, "w"),
+)
+GROUP = (
+    (f"{TORCH}/distributed/distributed_c10d.py", 867, "_create_nccl2_process_group"),
+    (f"{TORCH}/distributed/distributed_c10d.py", 7270, "_new_group_with_tag"),
+    (f"{TORCH}/distributed/distributed_c10d.py", 7137, "new_group"),
+    (f"{TORCH}/distributed/c10d_logger.py", 97, "wrapper"),
 )
 JOB = (
     ("/home/me/train.py", 31, "job"),
@@ -114,6 +121,47 @@ def test_what_may_only_be_slow_is_not_certain() -> None:
     assert not diagnose([waits(0, entry(10), busy=0.9), waits(1, entry(10, "broadcast"))]).certain
 
 
+def creates(rank: int, *entries: dict[str, Any], **more: Any) -> RankState:
+    """Return a rank that creates a process group."""
+    return replace(waits(rank, *entries, **more), stack=stack(*GROUP, *JOB))
+
+
+def test_ranks_that_create_a_group_are_where_those_in_a_collective_of_all_cannot_come() -> None:
+    verdict = diagnose([creates(0), waits(1, entry(10)), creates(2)])
+    assert (verdict.culprits, verdict.certain, verdict.if_it_lasts) == ((1,), False, True)
+    assert verdict.text == (
+        "the ranks wait in different collectives: "
+        "ranks 0, 2 wait in new_group at line 31 of /home/me/train.py, in job; "
+        "rank 1 on a waits in all_reduce of [[3]], number 10 at line 31 of /home/me/train.py, in job"
+    )
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        # The others' data is in transit: they come to create the group as well.
+        [creates(0, entry(10)), waits(1, entry(10))],
+        # Rank 1 waits for rank 2, in a group without rank 0.
+        [creates(0), *(waits(rank, entry(10, process_group=["1", "a"])) for rank in (1, 2))],
+        [creates(0), waits(1, entry(10, "send 1->0", is_p2p=True))],
+        [creates(0), waits(1)],
+        [creates(0), waits(1, entry(10), busy=0.9)],
+        [creates(0), waits(1, entry(10)), elsewhere(2)],
+        [creates(0), creates(1)],
+    ],
+)
+def test_ranks_that_may_still_come_to_create_a_group(ranks: list[RankState]) -> None:
+    verdict = diagnose(ranks)
+    assert not verdict.certain
+    assert not verdict.if_it_lasts
+
+
+def test_a_group_that_ranks_create_is_named_to_the_one_that_is_not_there() -> None:
+    verdict = diagnose([creates(0), elsewhere(1)])
+    assert (verdict.culprits, verdict.certain) == ((1,), False)
+    assert verdict.text.startswith("rank 0 on a waits in new_group, but rank 1 on b waits at line")
+
+
 def test_the_same_collective_everywhere_is_the_network() -> None:
     verdict = diagnose([waits(rank, entry(10)) for rank in range(3)])
     assert (verdict.culprits, verdict.certain) == ((), False)
@@ -147,6 +195,19 @@ def test_the_one_that_is_not_there_is_named_with_what_it_does(look: RankState, w
         "ranks 0, 2 wait in all_reduce of [[3]], number 10, but rank 1 on b "
     )
     assert words in verdict.text
+
+
+def test_a_broken_gpu_is_named_and_its_rank_is_the_culprit_of_what_is_not_certain() -> None:
+    fault = "NVML has counted 1 uncorrectable ECC error of GPU 3 since its driver was loaded"
+    verdict = diagnose([waits(0, entry(10)), replace(waits(1, entry(10)), gpu_fault=fault)])
+    assert (verdict.culprits, verdict.certain) == ((1,), False)
+    assert verdict.text.endswith(f"; {fault} (rank 1 on a)")
+    stopped = RankState(2, "b", pid=42, state="T")
+    verdict = diagnose([replace(waits(0, entry(10)), gpu_fault=fault), stopped])
+    assert (verdict.culprits, verdict.certain) == ((2,), True)
+    assert fault in verdict.text
+    computing = [elsewhere(0, busy=1.0), replace(elsewhere(1, busy=1.0), gpu_fault=fault)]
+    assert diagnose(computing).text == f"{fault} (rank 1 on b)"
 
 
 def test_horovod_has_no_recorder_but_a_stack() -> None:

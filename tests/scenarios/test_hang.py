@@ -189,6 +189,52 @@ def test_the_limit_ends_ranks_that_all_compute_too_and_it_is_a_failure(on_ray: P
     assert caught.value.result.cause.how == "hung"
 
 
+def set_up(elsewhere: Callable[[], None]) -> None:
+    """Create a process group before the first step; rank 1 does something else."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        elsewhere()
+    dist.new_group()
+
+
+def reduce() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(3))
+
+
+def loop() -> None:
+    while True:
+        pass
+
+
+def test_a_collective_in_place_of_a_group_that_the_others_create_ends_the_run(
+    on_ray: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No flight recorder has the call that creates a group, so it takes two examinations."""
+    monkeypatch.setattr(pace, "UNKNOWN_S", 3.0)
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(set_up, *WORDS, args=(reduce,))
+    cause = caught.value.result.cause
+    assert (cause.rank, cause.how, cause.phase, cause.step) == (1, "hung", "start", 0)
+    # On a busy machine the ranks are examined while they join, too.
+    found = [hang for hang in hangs(caught.value.result.dir) if "new_group" in hang["text"]]
+    assert [hang["certain"] for hang in found[-2:]] == [False, True]
+    for words in ("ranks 0, 2 wait in new_group at line", "waits in all_reduce of [[3]], number 2"):
+        assert words in cause.message
+
+
+def test_the_limit_ends_a_rank_that_never_comes_to_create_a_group(on_ray: Path) -> None:
+    with pytest.raises(RunFailed) as caught:
+        raydist.run(set_up, *WORDS, "hang.limit_s=20", args=(loop,))
+    cause = caught.value.result.cause
+    assert (cause.rank, cause.how, cause.phase, cause.step) == (1, "hung", "start", 0)
+    assert "ranks 0, 2 wait in new_group, but rank 1 on" in cause.message
+    assert "in loop (start)" in cause.message
+
+
 def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
     def job() -> Any:
         import threading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -196,6 +197,19 @@ def test_too_little_memory_is_said_and_leaves_the_states_that_are_there(
     monkeypatch.setattr(snapshot, "memory_left", lambda: 10 << 20)
     with pytest.raises(NoRoom, match="a state takes 8 MiB, and 10 MiB of memory are free"):
         memory.write(2, state(2, 1 << 21))
+    assert same(memory.read(memory.steps[1]), state(1))
+
+
+def test_a_limit_of_file_sizes_is_said_as_too_little_memory_is(descriptor: int) -> None:
+    memory = SnapshotBuffer(descriptor)
+    memory.write(1, state(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, before[1]))
+    try:
+        with pytest.raises(NoRoom, match=r"states take 8 MiB.* may have 2 MiB \(ulimit -f\)"):
+            memory.write(2, state(2, 1 << 21))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert same(memory.read(memory.steps[1]), state(1))
 
 

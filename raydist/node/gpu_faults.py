@@ -1,0 +1,78 @@
+"""Determines by NVML whether the GPU of a rank that makes no progress is broken. (actor)"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+NVML = "libnvidia-ml.so.1"
+LOST = 15
+"""NVML_ERROR_GPU_IS_LOST."""
+UNCORRECTED, VOLATILE = 1, 0
+"""A kind of memory errors, and their counter since the driver was loaded (nvml.h)."""
+
+
+async def find_fault(env: Mapping[str, str], within_s: float) -> str:
+    """Return what `gpu_fault` does; empty if NVML does not answer in time, or has no answer."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[str] = loop.create_future()
+
+    def ask() -> None:
+        text = gpu_fault(env)
+        with contextlib.suppress(RuntimeError):  # the agent has closed meanwhile
+            loop.call_soon_threadsafe(lambda: found.done() or found.set_result(text))
+
+    # A daemon: NVML may wait for a broken GPU forever, and this process must be able to end.
+    threading.Thread(target=ask, name="raydist-nvml", daemon=True).start()
+    await asyncio.wait({found}, timeout=within_s)
+    return found.result() if found.done() else ""
+
+
+def gpu_fault(env: Mapping[str, str]) -> str:
+    """Return what is wrong with the GPU of a rank that has these variables; empty if nothing is."""
+    name = own_gpu(env)
+    try:
+        nvml = ctypes.CDLL(NVML)
+    except OSError:
+        return ""  # no NVIDIA driver
+    if not name or nvml.nvmlInit_v2():
+        return ""
+    try:
+        code, errors = count_errors(nvml, name)
+    finally:
+        nvml.nvmlShutdown()
+    if code == LOST:
+        return f"NVML reports that GPU {name} is lost: it has fallen off the bus"
+    if code or not errors:  # a GPU of a workstation counts no errors
+        return ""
+    counted = "1 uncorrectable ECC error" if errors == 1 else f"{errors} uncorrectable ECC errors"
+    return f"NVML has counted {counted} of GPU {name} since its driver was loaded"
+
+
+def count_errors(nvml: Any, name: str) -> tuple[int, int]:
+    """Return NVML's error code, and the number of uncorrectable memory errors if that is 0."""
+    gpu, errors = ctypes.c_void_p(), ctypes.c_ulonglong()
+    if name.isdecimal():
+        code = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
+    else:
+        code = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
+    if not code and name.startswith("MIG-"):  # its GPU counts the errors
+        code = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(gpu, ctypes.byref(gpu))
+    code = code or nvml.nvmlDeviceGetTotalEccErrors(
+        gpu, UNCORRECTED, VOLATILE, ctypes.byref(errors)
+    )
+    return code, errors.value
+
+
+def own_gpu(env: Mapping[str, str]) -> str:
+    """Return the number or the uuid of a rank's GPU; empty if the rank has none."""
+    local = int(env.get("LOCAL_RANK", "0"))
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local)
+    names = [each.strip() for each in visible.split(",") if each.strip()]
+    return names[local % len(names)] if names else ""
