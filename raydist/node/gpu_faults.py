@@ -24,7 +24,7 @@ async def find_fault(env: Mapping[str, str], within_s: float) -> str:
     def ask() -> None:
         text = gpu_fault(env)
         with contextlib.suppress(RuntimeError):  # the agent has closed meanwhile
-            loop.call_soon_threadsafe(lambda: found.done() or found.set_result(text))
+            loop.call_soon_threadsafe(found.set_result, text)
 
     # A daemon: NVML may wait for a broken GPU forever, and this process must be able to end.
     threading.Thread(target=ask, name="raydist-nvml", daemon=True).start()

@@ -96,19 +96,20 @@ def test_memory_errors_that_only_nvml_knows_are_named_with_the_hang(
     assert "nvidia-smi -q -d ECC" in page
 
 
-def test_ranks_of_a_job_whose_import_uses_cuda_are_new_processes(
+def test_ranks_of_a_job_that_imports_a_module_which_uses_cuda_are_new_processes(
     four: FakeGpus, tmp_path: Path
 ) -> None:
-    """Forks of a process that has used CUDA have none; a warning says what that costs."""
+    """The fork server has imported it; forks of a process that has used CUDA have none."""
+    (tmp_path / "touches.py").write_text("import torch\n\ntorch.zeros(1, device='cuda')\n")
     (tmp_path / "early.py").write_text(
-        "import torch\nimport raydist\ntorch.zeros(1, device='cuda')\n\n\ndef job(config):\n"
+        "import torch\nimport raydist\nimport touches\n\n\ndef job(config):\n"
         "    raydist.report(step=1, sum=float(torch.ones(3, device=raydist.rank().device).sum()))\n"
     )
     words = ("job=early.py", "backend=nccl", "group=inline", "scale=1x2", "watch.progress=none")
-    run = Program(tmp_path, *words, alone=True)  # a fork server for other runs imports no files
+    run = Program(tmp_path, *words, alone=True)  # a fork server for other runs imports no own files
     assert run.wait(LIMIT_S) == 0, run.screen
     assert run.result()["metrics"]["sum"] == 3
-    assert any("CUDA" in event["text"] for event in run.events("warning")), run.screen
+    assert any("initialised CUDA" in event["text"] for event in run.events("warning")), run.screen
 
 
 def test_three_stages_whose_ends_share_weights_train(four: FakeGpus, tmp_path: Path) -> None:

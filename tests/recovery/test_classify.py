@@ -12,6 +12,7 @@ from raydist.cluster.drain import DrainNotice
 from raydist.messages.agent import RankEnd, RecordedError
 from raydist.recovery.blame import is_victim
 from raydist.recovery.classify import (
+    NCCLS,
     AttemptRecord,
     RankRecord,
     classify_end,
@@ -119,7 +120,7 @@ def test_an_exception_keeps_its_own_words_and_step() -> None:
 
 def test_an_error_of_nccl_has_that_of_cuda_from_the_log() -> None:
     """torch's exception does not name it, and a broken GPU is the first cause."""
-    raised = replace(LOST_PEER, type="DistBackendError", message="NCCL operation failed")
+    raised = kinds.Raised(t=90.0, rank=1, type=NCCLS, message="NCCL operation failed")
     assert log_tells_more(report(1), raised)
     log = "CUDA error during end event query: CUDA error: uncorrectable ECC error encountered\n"
     end = classify_end(report(1), replace(RANK, raised=raised), AttemptRecord(), log)

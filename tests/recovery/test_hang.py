@@ -139,9 +139,12 @@ def test_what_can_only_last_is_reported_first_and_posted_after_minutes(
     watched: Watched, reported: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 creates a group, rank 1 waits in a collective of all ranks."""
-    group = RankActivity(42, "S", 0.0, stack(*GROUP, *JOB), (entry(9, done=True),))
-    watched.found = {0: group, 1: replace(group, stack=stack(*WAITS, *JOB))}
-    watched.found[1] = replace(watched.found[1], collectives=(entry(10),))
+    done: Any = entry(9, done=True)
+    pending: Any = entry(10)
+    watched.found = {
+        0: RankActivity(42, "S", 0.0, stack(*GROUP, *JOB), (done,)),
+        1: RankActivity(43, "S", 0.0, stack(*WAITS, *JOB), (done, pending)),
+    }
     clock = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     watched.silent(seconds=61)

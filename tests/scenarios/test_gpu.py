@@ -182,11 +182,14 @@ def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(on_ray: Path) -> None:
         )
 
 
-def test_a_job_whose_import_uses_cuda_trains_on_gpus_all_the_same(tmp_path: Path) -> None:
+def test_a_job_that_imports_a_module_which_uses_cuda_trains_on_gpus_all_the_same(
+    tmp_path: Path,
+) -> None:
     """Forks of a process that has used CUDA have none: the ranks are new processes then, and a line
     says so."""
+    (tmp_path / "touches.py").write_text("import torch\n\ntorch.zeros(1, device='cuda')\n")
     (tmp_path / "early.py").write_text(
-        "import torch\nimport raydist\ntorch.zeros(1, device='cuda')\n\n\ndef job(config):\n"
+        "import torch\nimport raydist\nimport touches\n\n\ndef job(config):\n"
         "    raydist.report(step=1, loss=float(torch.ones(1, "
         "device=raydist.rank().device).sum()))\n"
         "    assert raydist.rank().device.type == 'cuda'\n"
