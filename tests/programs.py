@@ -13,7 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +149,16 @@ class Program:
         return processes | {
             path: "" for path in server_folders(self.tmp) if not path.endswith("-warm")
         }
+
+
+def python_with(folder: Path, module: str, text: str) -> str:
+    """Return a Python that has one more module installed, besides all those of this one."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / f"{module}.py").write_text(text)
+    more = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    (packages / "more.pth").write_text(more)
+    return str(folder / "bin/python")
 
 
 def shared_tmp() -> Path:

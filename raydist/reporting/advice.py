@@ -40,6 +40,10 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "hydra.run.dir",
     ),
     (
+        lambda end: "File too large" in end.message,
+        "raise the limit on the size of files, ulimit -f, above that of a checkpoint",
+    ),
+    (
         lambda end: end.how == "drained" or end.preempted,
         "nothing, if Ray found another node: the run continues there",
     ),

@@ -182,7 +182,13 @@ def _write_into(temporary: StoragePath, request: SaveRequest) -> None:
     import torch
 
     with hashed_file(temporary / STATE) as file:
-        torch.save(dict(request.state), cast("Any", file))
+        try:
+            torch.save(dict(request.state), cast("Any", file))
+        except RuntimeError as error:
+            # torch still writes the end of the file, and the error of that hides the first one.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
     files, reported = {STATE: file_facts(file)}, request.reported
     meta = Meta.of(request.step, request.world_size, request.metrics, files, reported=reported)
     complete(temporary, request.path, meta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
 from tests.fake_gpu.conftest import Machine
-from tests.programs import Program
+from tests.programs import Program, python_with
 
 pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(1800)]
 LIMIT_S = 900
@@ -96,18 +97,19 @@ def test_memory_errors_that_only_nvml_knows_are_named_with_the_hang(
     assert "nvidia-smi -q -d ECC" in page
 
 
-def test_ranks_of_a_job_that_imports_a_module_which_uses_cuda_are_new_processes(
-    four: FakeGpus, tmp_path: Path
+def test_ranks_of_a_job_that_imports_a_package_which_uses_cuda_are_new_processes(
+    four: FakeGpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fork server has imported it; forks of a process that has used CUDA have none."""
-    (tmp_path / "touches.py").write_text("import torch\n\ntorch.zeros(1, device='cuda')\n")
+    """The fork server imports it, and forks of a process that has used CUDA have none."""
+    python = python_with(
+        tmp_path / "venv", "touches", "import torch; torch.zeros(1, device='cuda')"
+    )
+    monkeypatch.setattr(sys, "executable", python)
     (tmp_path / "early.py").write_text(
         "import torch\nimport raydist\nimport touches\n\n\ndef job(config):\n"
         "    raydist.report(step=1, sum=float(torch.ones(3, device=raydist.rank().device).sum()))\n"
     )
-    words = ("job=early.py", "backend=nccl", "group=inline", "scale=1x2", "watch.progress=none")
-    run = Program(tmp_path, *words, alone=True)  # a fork server for other runs imports no own files
-    assert run.wait(LIMIT_S) == 0, run.screen
+    run = finished(tmp_path, "job=early.py", "scale=1x2")
     assert run.result()["metrics"]["sum"] == 3
     assert any("initialised CUDA" in event["text"] for event in run.events("warning")), run.screen
 

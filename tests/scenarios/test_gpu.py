@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from raydist.state.snapshot_layout import blank_page
 from raydist.tools import bandwidth, doctor
 from tests import faults
 from tests.faults import Fault, kill
-from tests.programs import Program
+from tests.programs import Program, python_with
 from tests.records import read_events
 
 GPUS = torch.cuda.device_count()
@@ -182,12 +183,15 @@ def test_each_rank_has_a_gpu_or_a_mig_instance_of_its_own(on_ray: Path) -> None:
         )
 
 
-def test_a_job_that_imports_a_module_which_uses_cuda_trains_on_gpus_all_the_same(
-    tmp_path: Path,
+def test_a_job_that_imports_a_package_which_uses_cuda_trains_on_gpus_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forks of a process that has used CUDA have none: the ranks are new processes then, and a line
     says so."""
-    (tmp_path / "touches.py").write_text("import torch\n\ntorch.zeros(1, device='cuda')\n")
+    python = python_with(
+        tmp_path / "venv", "touches", "import torch; torch.zeros(1, device='cuda')"
+    )
+    monkeypatch.setattr(sys, "executable", python)
     (tmp_path / "early.py").write_text(
         "import torch\nimport raydist\nimport touches\n\n\ndef job(config):\n"
         "    raydist.report(step=1, loss=float(torch.ones(1, "

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -171,6 +172,18 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(events: Seen, harm: Any)
     (warning,) = [event for event in events if event["kind"] == "warning"]
     assert "step-00000002 is skipped" in warning["text"]
     assert DAMAGES[harm] in warning["text"]
+
+
+def test_a_file_that_may_not_grow_is_named_as_that(events: Seen, tmp_path: Path) -> None:
+    """torch writes the end of the file nevertheless, and hides the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint.save(1, {"weights": torch.zeros(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoint.latest() is None
 
 
 def test_keep_and_best(events: Seen, tmp_path: Path) -> None:
