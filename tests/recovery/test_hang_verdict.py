@@ -126,7 +126,7 @@ def creates(rank: int, *entries: dict[str, Any], **more: Any) -> RankState:
     return replace(waits(rank, *entries, **more), stack=stack(*GROUP, *JOB))
 
 
-def test_ranks_that_create_a_group_are_where_those_in_a_collective_of_all_cannot_come() -> None:
+def test_a_group_that_ranks_create_and_a_collective_of_all_exclude_each_other() -> None:
     verdict = diagnose([creates(0), waits(1, entry(10)), creates(2)])
     assert (verdict.culprits, verdict.certain, verdict.if_it_lasts) == ((1,), False, True)
     assert verdict.text == (
