@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a
 second."""
-QUICK_S = 0.4
+QUICK_S = 0.6
 """Seconds after which a rank that uses no CPU does not answer."""
-HELD_S = 0.4
+HELD_S = 1.0
 """CPU seconds of its main thread after which a rank does not answer."""
 TICK_S = 0.01
 """The unit in which the kernel counts CPU time."""

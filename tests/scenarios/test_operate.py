@@ -273,13 +273,23 @@ def test_the_ranks_of_a_killed_driver_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_follow_ends_with_the_run(tmp_path: Path) -> None:
-    (tmp_path / "brief.py").write_text("import time\ntime.sleep(8)\n")
-    program = Program(tmp_path, "script=brief.py", "scale=1x2", "group=inline")
+    code = "import os, time\nwhile not os.path.exists('end'):\n    time.sleep(0.05)\n"
+    (tmp_path / "waits.py").write_text(code)
+    program = Program(tmp_path, "script=waits.py", "scale=1x2", "group=inline")
     program.wait_until(lambda: len(rows(tmp_path)) == 2, "the ranks")
-    followed = operate(tmp_path, "ranks", "--follow")
-    assert followed.returncode == 0, followed.stderr
-    assert followed.stdout.count("own work") >= 1
+    followed = tmp_path / "followed.txt"
+    with followed.open("w") as screen:
+        following = subprocess.Popen(
+            [sys.executable, "-m", "raydist.cli", "ranks", "--follow"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=screen,
+            stderr=screen,
+        )
+    program.wait_until(lambda: followed.read_text().count("own work") >= 2, "two tables")
+    (tmp_path / "end").touch()
     assert program.wait() == 0
+    assert following.wait(60) == 0, followed.read_text()
     assert not (program.run_dir / "driver.json").exists()
 
 
@@ -287,7 +297,7 @@ def test_save_and_stop(tmp_path: Path) -> None:
     """Two checkpoints that nobody had planned, the training goes on, and a stop keeps the last
     state."""
     (tmp_path / "fits.py").write_text(textwrap.dedent(FIT))
-    words = ("job=fits.py", "scale=1x2", "group=inline", "data.batch_size=4")
+    words = ("job=fits.py", "scale=1x2", "group=inline", "data.batch_size=4", "snapshot.every=1")
     endless = ("train.epochs=1000000", "checkpoint.every=1000000000")
     program = Program(tmp_path, *words, *endless)
     program.wait_for_step(2)
