@@ -367,8 +367,8 @@ class SnapshotBuffer:
                 raise
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
             raise NoRoom(
-                f"the states take {size / 2**20:.0f} MiB, and a file may have "
-                f"{limit / 2**20:.0f} MiB (ulimit -f)"
+                f"the states take {size / 2**20:.1f} MiB, and a file may have "
+                f"{limit / 2**20:.1f} MiB (ulimit -f)"
             ) from error
 
     def _map(self, slot: int, begin: int, room: int) -> mmap.mmap:

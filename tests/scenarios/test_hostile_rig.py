@@ -180,6 +180,7 @@ LACKS = {
     "ulimit -n 256": Lack("ulimit -n 256"),
     "ulimit -s 256": Lack("ulimit -s 256"),
     "ulimit -s unlimited": Lack("ulimit -s unlimited"),
+    "ulimit -f 2000": Lack("ulimit -f 2000", TRAIN),
     "ulimit -u 5": Lack(
         "chmod 777 . $TMPDIR",
         f"prlimit --nproc=5 {NOBODY} {LAUNCH}",

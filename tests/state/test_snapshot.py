@@ -206,7 +206,9 @@ def test_a_limit_of_file_sizes_is_said_as_too_little_memory_is(descriptor: int) 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, before[1]))
     try:
-        with pytest.raises(NoRoom, match=r"states take 8 MiB.* may have 2 MiB \(ulimit -f\)"):
+        with pytest.raises(
+            NoRoom, match=r"states take 8\.\d MiB.* may have 2\.0 MiB \(ulimit -f\)"
+        ):
             memory.write(2, state(2, 1 << 21))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
