@@ -137,18 +137,24 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         )
 
     def prepare_attempt(
-        self, job: Job, attempt: int, resize: bool = False, gone: Collection[int] = ()
+        self,
+        job: Job,
+        attempt: int,
+        resize: bool = False,
+        gone: Collection[int] = (),
+        keep: bool = False,
     ) -> list[int]:
         """Replace lost agents and open a new rendezvous for another attempt.
 
         Returns the ranks that moved to other nodes. `resize`: also use the nodes that have joined.
-        `gone`: the ranks whose agents are known to be lost. Raises LaunchError if no replacement
-        came within scale.wait_s, or rank 0's node can't open the rendezvous.
+        `gone`: the ranks whose agents are known to be lost. `keep`: ranks that wait for the attempt
+        keep their processes and their rendezvous, if no node was replaced. Raises LaunchError if no
+        replacement came within scale.wait_s, or rank 0's node can't open the rendezvous.
         """
         before = {slot.node.id for slot in self.plan.slots}
         until = time.monotonic() + job.scale.wait_s
         moved = self._replace_lost(gone, resize, until)
-        while not self._opens_rendezvous(job, attempt, resize or bool(moved), until):
+        while not self._opens_rendezvous(job, attempt, resize or bool(moved), until, keep):
             moved |= self._replace_lost((), False, until)  # a node was lost meanwhile
         if self.hosts.standby is not None:  # the ranks were renumbered
             return [slot.rank for slot in self.plan.slots if slot.node.id not in before]
@@ -183,10 +189,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         nodes = {self.plan.slots[rank].node.id for rank in ranks}
         return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
 
-    def _opens_rendezvous(self, job: Job, attempt: int, replaced: bool, until: float) -> bool:
+    def _opens_rendezvous(
+        self, job: Job, attempt: int, replaced: bool, until: float, keep: bool
+    ) -> bool:
         """Open the rendezvous of another attempt; return False if a node was lost meanwhile.
 
-        `replaced`: whether agents were replaced. `until`: as in _replace_lost. Raises LaunchError
+        `replaced`: whether agents were replaced. `until`: as in _replace_lost. `keep`: as in
+        prepare_attempt. Raises LaunchError
         if no node is lost, but the rendezvous can't be opened.
         """
         try:
@@ -195,6 +204,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._wait_for_writer()
             if not replaced:  # otherwise a node that is gone may hold a part of it
                 self._saver.rest(flush.FLUSH_S)
+            if keep and not replaced:
+                self.rendezvous = replace(self.rendezvous, attempt=attempt)
+                return True
             file, store = self._rendezvous_file(job, attempt), None
             if file is None:
                 request = OpenStore(self._store, self.facts[0].address)
@@ -433,6 +445,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             nccl_strict=job.fabric.strict,
             call=call is not None,
             driver=machine_id(),
+            keep=bool(self.rendezvous.pids),
         )
         requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
         for rank, rank_variables in enumerate(variables):
@@ -441,7 +454,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             requests.append(
                 replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank])
             )
-        for slot, pid in zip(self.plan.slots, self.call_each(requests), strict=True):
+        before, pids = self.rendezvous.pids, tuple(self.call_each(requests))
+        kept = tuple(rank for rank, pid in enumerate(pids) if before and before[rank] == pid)
+        self.rendezvous = replace(self.rendezvous, pids=pids, kept=kept)
+        for slot, pid in zip(self.plan.slots, pids, strict=True):
             self._events.add(kinds.Began(rank=slot.rank, host=slot.node.host, pid=pid))
 
     def _send_call(self, call: bytes | None) -> None:
@@ -487,13 +503,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._events.warn(text)
         self._events.add(event)
 
-    def stop(self, ranks: Iterable[int], grace: float) -> None:
+    def stop(self, ranks: Iterable[int], grace: float, keep: bool = False) -> None:
         """Send these ranks SIGTERM, and SIGKILL after `grace` seconds.
 
-        Does not wait: GetNews reports their ends.
+        `keep`: leave the processes of those that can wait for the next attempt. Does not
+        wait: GetNews reports their ends.
         """
         for rank in ranks:
-            self.call(rank, StopRank(grace))
+            self.call(rank, StopRank(grace, keep))
 
     def call_each(
         self,

@@ -73,6 +73,10 @@ class RankEnd(ProcessEnd):
     known without comparing clocks."""
     error: RecordedError | None = None
     """The error that torch.distributed.elastic's `@record` wrote."""
+    kept: bool = False
+    """Whether the process still runs, and waits for the next attempt (ParkRank)."""
+    why_not_kept: str = ""
+    """Why its process was not kept, if it was to be."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,8 @@ class StartRank(Request[int]):
     driver: str = ""
     """The driver's machine, as shared.own_path.machine_id(): the user has chosen the files
     there."""
+    keep: bool = False
+    """Whether a process that waits for this attempt continues; otherwise it is killed."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +375,8 @@ class StopRank(Request[None]):
     """
 
     grace: float
+    keep: bool = False
+    """Leave the process of a rank that can wait for the next attempt."""
 
 
 @dataclass(frozen=True)

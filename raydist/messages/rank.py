@@ -157,3 +157,34 @@ class TellDebugger(Request[None], RankMessage):
 @dataclass(frozen=True)
 class DetachDebugger(Request[None], RankMessage):
     """The person has gone: the rank goes on. The agent forwards the message to the rank."""
+
+
+@dataclass(frozen=True)
+class Meet(Request[None], RankMessage):
+    """Connect to all other ranks. The agent forwards the message to the rank."""
+
+    number: int
+    """The attempt."""
+    told: Sequence[str]
+    """What each rank told about itself (kinds.MeetRequest), by rank."""
+
+
+@dataclass(frozen=True)
+class ParkRank(RankMessage):
+    """Leave the current step and wait for GoOn, because another rank was killed."""
+
+
+@dataclass(frozen=True)
+class ParkReply(RankReply):
+    """The rank waits for GoOn; or it can't, and is to be killed."""
+
+    why_not: str = ""
+    """Why it can't, for a person; empty if it waits."""
+
+
+@dataclass(frozen=True)
+class GoOn(RankMessage):
+    """Continue in the next attempt."""
+
+    env: Mapping[str, str]
+    """The variables that differ from those of the previous attempt."""

@@ -39,6 +39,10 @@ class Rendezvous:
     """Key of Horovod's rendezvous server."""
     attempt: int = 0
     """Restarts so far."""
+    pids: tuple[int, ...] = ()
+    """The process of each rank that was last started with it; empty before that."""
+    kept: tuple[int, ...] = ()
+    """Those of these ranks that were in an earlier attempt."""
 
 
 def plan_variables(

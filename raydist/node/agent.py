@@ -51,6 +51,7 @@ from raydist.messages.rank import (
     DoAfter,
     HoldForAction,
     HoldRank,
+    Meet,
     ReleaseFromAction,
     ReleaseRank,
     StopAfter,
@@ -136,7 +137,7 @@ class RankAgent:
                 return await self._process.native_stack() if self._process is not None else None
             case HoldRank() | HoldForAction():
                 return await self._started().hold(request)
-            case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction():
+            case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction() | Meet():
                 return self._process.channel.tell(request) if self._process is not None else None
             case AttachDebugger() | TellDebugger() | DetachDebugger():
                 return self._running().channel.tell(request)
@@ -161,7 +162,7 @@ class RankAgent:
                     return None
                 return await self._writer.ask(request)
             case StopRank():
-                return await self.stop(request.grace)
+                return await self.stop(request)
             case GetNetworkUse():
                 return self.network_use()
             case GetLoad():
@@ -243,12 +244,17 @@ class RankAgent:
     async def start(self, request: StartRank) -> int:
         """Round 2: fork the rank with its variables, and return its pid.
 
-        Raises LaunchError if the process of the previous attempt can't be killed.
+        A process that waits for this attempt continues instead, if the request says so. Raises
+        LaunchError if the process of the previous attempt can't be killed.
         """
         return await self._start(request, FromMpirun())
 
     async def _start(self, request: StartRank, given: FromMpirun) -> int:
         assert self._writer is not None, "open() comes first"
+        if request.keep and self._process is not None and self._process.waits:
+            await self._writer.wait()
+            if self._process.go_on(request):
+                return self._process.pid
         if self._process is not None:
             await self._process.make_way()
         spec = rank_spec.complete_spec(request, self.folder, given)
@@ -293,10 +299,10 @@ class RankAgent:
         await asyncio.wait({self._writer.start(WriteCheckpoint())})
         return process.reports.take_events()
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, request: StopRank) -> None:
         """Stop the rank, if it has been started (RankProcess.stop)."""
         if self._process is not None:
-            await self._process.stop(grace)
+            await self._process.stop(request.grace, request.keep)
 
     def network_use(self) -> NetworkUse:
         """Return the counters of this node's network ports and the rank's channels in NCCL's log.

@@ -14,6 +14,8 @@ from raydist.messages.rank import (
     HoldForAction,
     Holding,
     HoldRank,
+    ParkRank,
+    ParkReply,
     RankMessage,
     TellActivity,
     WentOn,
@@ -33,6 +35,13 @@ class RankChannel:
         self._to_rank: asyncio.StreamWriter | None = None
         self._holding: deque[asyncio.Future[int]] = deque()
         """The HoldRank and HoldForAction requests that the rank has not answered, oldest first."""
+        self._parking: asyncio.Future[str] | None = None
+        """The ParkRank request that the rank has not answered yet."""
+        self.parked_at = 0.0
+        """When the rank began to wait for the next attempt, in seconds since the epoch; 0: it does
+        not."""
+        self.refused = ""
+        """Why the rank did not park, when it was last asked to."""
         self.debugger = DebuggerDesk()
         self.activity: Activity | None = None
         """The rank's reply to the last TellActivity."""
@@ -61,8 +70,19 @@ class RankChannel:
         self.tell(request)
         return await held
 
+    async def park(self, within_s: float) -> str:
+        """Ask the rank to wait for the next attempt; return why it does not, empty if it does."""
+        self._parking = asyncio.get_running_loop().create_future()
+        self.tell(ParkRank())
+        try:
+            self.refused = await asyncio.wait_for(self._parking, within_s)
+        except asyncio.TimeoutError:
+            self.refused = f"it did not leave its step within {within_s:g} s"
+        return self.refused
+
     def note_end(self) -> None:
         """Fail what the rank has not answered: it has ended."""
+        self._note_parking("it has ended")
         while self._holding:
             self._note_hold(LaunchError("the rank has ended"))
         self.debugger.note(WentOn())
@@ -73,10 +93,16 @@ class RankChannel:
     def _handle_reply(self, message: Message) -> None:
         if isinstance(message, Activity):
             self.activity = message
+        elif isinstance(message, ParkReply):
+            self._note_parking(message.why_not)
         elif isinstance(message, Holding) and self._holding:
             self._note_hold(message.step)
         elif isinstance(message, HeldAt | DebuggerSays | WentOn):
             self.debugger.note(message)
+
+    def _note_parking(self, why_not: str) -> None:
+        if self._parking is not None and not self._parking.done():
+            self._parking.set_result(why_not)
 
     def _note_hold(self, outcome: int | LaunchError) -> None:
         """Complete the oldest HoldRank, with the rank's step or with an error."""

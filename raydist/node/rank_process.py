@@ -26,7 +26,7 @@ from raydist.messages.agent import (
     StackWay,
     StartRank,
 )
-from raydist.messages.rank import Activity, HoldForAction, HoldRank
+from raydist.messages.rank import Activity, GoOn, HoldForAction, HoldRank
 from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
 from raydist.node import gpu_faults, native_stack, oom
 from raydist.node.commands import Commands
@@ -55,6 +55,9 @@ STOP_S = 3.0
 (launch.limits.SILENT_S)."""
 SERVER_S = 10.0
 """Seconds after which a fork server that is needed but does not answer is killed."""
+PARK_S = 3.0
+"""Seconds that a rank has to leave its step before it is killed: a new process has made its first
+step by then."""
 ANSWER_S = 3.0
 """Seconds that a busy rank has to answer. A signal handler that interrupts its Python code may
 crash it."""
@@ -125,6 +128,21 @@ class RankProcess:
     def running(self) -> bool:
         return self.end is None
 
+    @property
+    def waits(self) -> bool:
+        """Whether the process waits for the next attempt."""
+        return self.channel.parked_at > 0 and self.running
+
+    def go_on(self, request: StartRank) -> bool:
+        """Have a process that waits continue in this attempt; return whether there is one."""
+        if not self.waits:
+            return False
+        self.channel.parked_at = 0.0
+        self._stopping = False
+        self._stop_requested = False
+        self.channel.tell(GoOn(self.reports.begin(request)))
+        return True
+
     def release(self) -> None:
         """Stop to listen to the process: a child of it may hold the channel open."""
         self.channel.reading.cancel()
@@ -144,14 +162,14 @@ class RankProcess:
 
     async def _read_news(self, patience: float) -> RankNews:
         await self.reports.wait(patience)
-        end, server_quiet = self.end, self._server.quiet()
+        end, server_quiet = self.end or self._kept_end(), self._server.quiet()
         if server_quiet > SERVER_S and self._saving():
             self._server.end_server()
-        if end is not None:
+        if end is not None and not end.kept:
             readers = {self.channel.reading, *filter(None, [self._writer.reading])}
             # A child of the rank may still hold the other end.
             await asyncio.wait(readers, timeout=0.5)
-        elif why := self.reports.nccl.refusal():
+        elif end is None and (why := self.reports.nccl.refusal()):
             self._end_refused(why)
         return self.reports.read(end, server_quiet)
 
@@ -227,13 +245,16 @@ class RankProcess:
             raise LaunchError("the rank has ended")
         return await self.channel.hold(request)
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace: float, keep: bool = False) -> None:
         """Send SIGTERM, then SIGKILL after `grace` seconds, and wait for the end.
 
-        Without grace, send SIGKILL at once.
+        Without grace, send SIGKILL at once. `keep`: leave a process that can wait for the next
+        attempt.
         """
         self._stopping = True
         self._stop_requested |= self.running and not self.reports.raised
+        if keep and self.running and await self._parks():
+            return
         if grace and self.running:
             self._send_signal(signal.SIGTERM)
             await self.wait_end(grace)
@@ -245,12 +266,30 @@ class RankProcess:
             self._server.end_server()
             await self.wait_end(1)
 
+    async def _parks(self) -> bool:
+        """Ask the rank to wait for the next attempt; return whether it does."""
+        if await self.channel.park(PARK_S) or not self.running:
+            return False
+        self.channel.parked_at = time.time()
+        self.reports.due.set()
+        return True
+
+    def _kept_end(self) -> RankEnd | None:
+        """Return what the driver gets as the end of a process that waits; None if it does not."""
+        at = self.channel.parked_at
+        return RankEnd(0, 0, at, stop_requested=True, kept=True) if at else None
+
     def kill(self) -> None:
         """Send SIGKILL."""
         self._send_signal(signal.SIGKILL)
 
     async def has_ended(self) -> bool:
-        """Report whether the process has ended. Waits for the end of one that was just killed."""
+        """Report whether the process has ended, or waits for the next attempt.
+
+        Waits for the end of one that was just killed.
+        """
+        if self.waits:
+            return True
         await self.wait_end(STOP_S)
         return not self.running
 
@@ -337,7 +376,11 @@ class RankProcess:
         self._note_end(RankEnd(**vars(ended.result())))
 
     def _note_end(self, end: RankEnd) -> None:
-        end = replace(self._explain(end), stop_requested=self._stop_requested)
+        end = replace(
+            self._explain(end),
+            stop_requested=self._stop_requested,
+            why_not_kept=self.channel.refused,
+        )
         if not self._stopping and (end.code or end.signal):
             killed = end.signal == signal.SIGKILL and not end.lost
             why, by_kernel = (

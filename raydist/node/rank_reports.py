@@ -30,6 +30,7 @@ class RankReports:
     def __init__(self, folder: Path, request: StartRank, beat: int) -> None:
         """Remove what an earlier start has left. `beat`: the descriptor of the rank's heartbeat."""
         self.rank = request.rank
+        self._env = request.env
         self.base = folder / f"rank-{request.rank}"
         """The path of the rank's files without their endings."""
         for kind in ("value", "value.error", "value.end", "error.json"):
@@ -46,6 +47,12 @@ class RankReports:
         self.raised = False
         """Whether the rank has reported an exception."""
 
+    def begin(self, request: StartRank) -> dict[str, str]:
+        """Begin the next attempt of the same process; return the variables that differ."""
+        changed = {k: v for k, v in request.env.items() if self._env.get(k) != v}
+        self._env = request.env
+        return changed
+
     def add(self, event: EventJson) -> None:
         """Keep an event for the driver.
 
@@ -57,7 +64,7 @@ class RankReports:
             self.events[-1] = event
         else:
             self.events.append(event)
-        if kind in ("raised", "joined", "left", "save_shards"):
+        if kind in ("raised", "joined", "left", "meet_request", "save_shards"):
             self.due.set()
 
     def take_events(self) -> list[EventJson]:

@@ -22,6 +22,8 @@ attempt or the reason why there is none.
                           hang
     hang_verdict.py       What silent ranks are doing -> which of them block the others, and how
                           certain that is
+    in_place.py           Which ranks keep their processes when another was killed, and how all of
+                          them meet
     pace.py               Heartbeats -> whether a rank is silent for longer than its own steps
                           explain
     phases.py             (phase of an attempt, what happens) -> the next phase, and what to do: a

@@ -18,6 +18,7 @@ from raydist.recovery.blame import failure_event, first_cause
 from raydist.recovery.classify import RankRecord, classify_lost
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
+from raydist.settings import in_place
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.shared import env_names, kinds
@@ -111,7 +112,8 @@ class Attempts:
             self._flush(group)
         try:
             gone = {end.rank for end in self._past[-1].ends if end.gone}
-            moved = group.prepare_attempt(job, retry.number, retry.cause is None, gone)
+            keep = any(end.kept for end in self._past[-1].ends)
+            moved = group.prepare_attempt(job, retry.number, retry.cause is None, gone, keep)
             slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
             self._events.add(kinds.Placed(number=retry.number, moved=moved, **slots))
             return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
@@ -124,6 +126,7 @@ class Attempts:
         All ranks leave, not only those on drained nodes: Ray cannot move part of a placement group.
         """
         self._elsewhere = retry
+        end_kept(group, self._past[-1])
         self._events.add(retry.as_event(job.restart))
         self._flush(group)
 
@@ -138,6 +141,7 @@ class Attempts:
         If the last one failed, its last state is on the disk when this returns.
         """
         last = self._past[-1]
+        end_kept(group, last)
         group.give_up({end.rank for end in last.ends if end.gone})
         group.finish_saves()
         group.report_network()
@@ -151,11 +155,22 @@ class Attempts:
         return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=reason)
 
 
+def end_kept(group: WorkerGroup, last: Attempt) -> None:
+    """End the ranks that wait for another attempt with this group: there is none."""
+    if kept := [end.rank for end in last.ends if end.kept]:
+        group.stop(kept, 0.0)
+
+
 def settled(job: Job, plan: Plan) -> Job:
-    """Return the job with `backend=auto` and `restart.max=null` replaced by their values for it."""
-    return replace(
+    """Return the job with `backend=auto` and `restart.max=null` replaced by their values for it.
+
+    ConfigError: the backend cannot do what `restart.in_place=on` requires.
+    """
+    found = replace(
         job, backend=replace(job.backend, name=plan.request.backend), restart=policy.rule(job)
     )
+    in_place.check(found)
+    return found
 
 
 def run_attempt(

@@ -66,7 +66,10 @@ def classify_end(
         message=report.lost,
         why=report.why,
         oom=report.oom,
+        why_not_kept=report.why_not_kept,
     )
+    if report.kept:
+        return replace(end, how="stopped", kept=True)
     drain = attempt.drain
     if drain and report.stop_requested and attempt.stopped is None:
         return _drained(end, drain)

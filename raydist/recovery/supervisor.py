@@ -17,11 +17,11 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import RankEnd, RankNews, RecordedEnd
 from raydist.recovery import classify, deadlines, phases
 from raydist.recovery.agent_calls import AgentAnswer, AgentCalls, NodeAnswer, ReachableNodes
-from raydist.recovery.arrival import Beginning
 from raydist.recovery.classify import RankRecord
 from raydist.recovery.drain_monitor import DrainMonitor
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
+from raydist.recovery.in_place import Meeting
 from raydist.recovery.phases import DeclareLost, Phase, RequestQuiesce, Stop, Stopping
 from raydist.recovery.policy import Retry
 from raydist.recovery.quiesce import Quiesce
@@ -33,7 +33,7 @@ from raydist.shared import kinds, signals
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Events
 from raydist.shared.kinds import EventJson
-from raydist.shared.outcome import End, Slow
+from raydist.shared.outcome import End, Slow, StopReason
 
 Received = (
     AgentAnswer | NodeAnswer | ReachableNodes | Stopped | ConfirmedHang | DrainNotice | NodesJoined
@@ -69,7 +69,7 @@ class Supervisor:
         self._quiesce = Quiesce(group, bool(job.script))
         hosts = [slot.node.host for slot in group.plan.slots]
         self._slow = SlowRanks(hosts, job.watch.slow, job.train.gc)
-        self._beginning = Beginning(self._world, time.time(), retry)
+        self._meeting = Meeting(group, job, time.time(), retry)
         self._raised: dict[int, kinds.Raised] = {}
 
     @property
@@ -117,7 +117,7 @@ class Supervisor:
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
                 self._look_at_agents()
-                if not self._stopping and self._beginning.settled(time.time()):
+                if not self._stopping and self._meeting.settled(time.time()):
                     self._group.hosts.start_other_actors()
 
     def _receive_next(self) -> None:
@@ -150,7 +150,9 @@ class Supervisor:
     def _stop(self, stop: Stop) -> None:
         self._events.add(kinds.Stop(cause=stop.reason.value, reason=stop.text))
         # Lost ranks too: an agent that Ray took for dead, or that was paused, may be there again.
-        self._group.stop((rank for rank in range(self._world) if self._may_run(rank)), stop.grace_s)
+        ranks = [rank for rank in range(self._world) if self._may_run(rank)]
+        keep = stop.reason is StopReason.FAILURE and self._meeting.keeps(self.ends.values())
+        self._group.stop(ranks, stop.grace_s, keep)
 
     def _may_run(self, rank: int) -> bool:
         return rank not in self.ends or self.ends[rank].how == "lost"
@@ -167,7 +169,7 @@ class Supervisor:
                 self._on_stuck(rank)
 
     def _request_news(self, rank: int) -> None:
-        self._agents.request_news(rank, self._beginning.running_s(time.time()))
+        self._agents.request_news(rank, self._meeting.running_s(time.time()))
 
     def _look_at_agents(self) -> None:
         """Report agents that do not answer.
@@ -266,13 +268,16 @@ class Supervisor:
         if isinstance(event, kinds.SaveShards):
             self._group.save_shards(event)
             return
+        if isinstance(event, kinds.MeetRequest):
+            self._meeting.introduce(rank, event)
+            return
         self._events.add(event)
         if self._quiesce.note(rank, event):
             self._advance(phases.Quiesced())
         if isinstance(event, kinds.Raised):
             self._raised[rank] = event
             self._advance(phases.RankRaised())
-        for milestone in self._beginning.add(rank, event):
+        for milestone in self._meeting.add(rank, event):
             self._events.add(milestone)
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:

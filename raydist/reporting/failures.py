@@ -56,6 +56,10 @@ class Failure:
     """The ranks that moved to another node: rank -> host."""
     renewed: dict[int, str] = field(default_factory=dict)
     """The ranks that got a new actor on the same host: rank -> host."""
+    kept: tuple[int, ...] = ()
+    """The ranks that kept their processes."""
+    why_not_kept: str = ""
+    """Why others did not that had not failed, although `restart.in_place` is set."""
     resumed: int | None = None
     """The step from which the next attempt continued."""
     checkpoint: str = ""
@@ -90,6 +94,8 @@ class Failure:
             "parts": {name: round(s, 4) for name, s in self.parts.items()},
             "moved": list(self.moved),
             "renewed": list(self.renewed),
+            "kept": list(self.kept),
+            "why_not_kept": self.why_not_kept,
             "checkpoint": self.checkpoint,
             "why_last": self.why_last,
         }
@@ -211,6 +217,8 @@ class Failures:
         failure.s = happened.s
         failure.repeated = happened.repeated
         failure.status = "restarted"
+        failure.kept = tuple(happened.kept)
+        failure.why_not_kept = happened.why_not_kept
         before, end = failure.t, failure.at + happened.s
         for part in PARTS[2:]:
             if part == "first step" or part in self.marks:

@@ -97,10 +97,13 @@ def recovery_lines(failure: Failure) -> list[str]:
         return [
             f"{number}, but Ray could not place all ranks: {failure.why_last or failure.status}"
         ]
-    lines = [
-        f"{number}: all ranks forked again "
-        + ("on other nodes" if failure.moved else "on their nodes")
-    ]
+    if failure.kept:
+        lines = [f"{number}: in place, {name_ranks(failure.kept)} kept their processes"]
+    else:
+        where = "on other nodes" if failure.moved else "on their nodes"
+        lines = [f"{number}: all ranks forked again {where}"]
+    if failure.why_not_kept:
+        lines.append(f"not in place for ranks that had not failed: {failure.why_not_kept}")
     for what, ranks in (("another node", failure.moved), ("a new actor", failure.renewed)):
         hosts = sorted(set(ranks.values()) - {""})
         lines += (

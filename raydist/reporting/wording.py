@@ -10,7 +10,7 @@ from typing import Any
 
 from raydist.reporting.progress import PROGRESS_NAMES, number_text, rate_text
 from raydist.shared import kinds
-from raydist.shared.rank_names import counted, rank_ranges
+from raydist.shared.rank_names import counted, name_ranks, rank_ranges
 
 RANKS_SHOWN = 16
 """With more ranks than this, each node is one row."""
@@ -132,7 +132,9 @@ def held_line(event: kinds.Held) -> str:
 
 def restart_cost(event: kinds.Restarted) -> str:
     """Format the cost of a restart: `back at step 12 after 0.31 s, no step repeated`."""
-    return f"back at step {event.step} after {event.s:.2f} s, {repeated_steps(event.repeated)}"
+    kept = f", {name_ranks(event.kept)} kept" if event.kept else ""
+    text = f"back at step {event.step} after {event.s:.2f} s, {repeated_steps(event.repeated)}"
+    return text + kept
 
 
 def repeated_steps(n: int) -> str:

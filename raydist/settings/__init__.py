@@ -17,6 +17,8 @@ or raises a ConfigError that names the value and what to type instead. Starts no
                           default, docstring
     hydra_errors.py       Errors of Hydra and OmegaConf -> one ConfigError with the setting and a
                           suggestion
+    in_place.py           Which jobs can replace a killed rank alone, while the other ranks keep
+                          their processes
     lookup.py             Find files and modules that settings name without importing them, or
                           suggest a name
     mesh.py               `parallel=` and a number of ranks -> stages, copies, shards, shares of

@@ -344,6 +344,10 @@ class Restart:
     effects."""
     window_s: float | None = greater_than(0, 3600.0)
     """Seconds after which a failure no longer counts; null: it always counts."""
+    in_place: str = one_of("off", "auto", "on")
+    """Replace only a rank that was killed; the others keep their processes, go back to the last
+    snapshot, and continue with it. auto: in raydist.fit with parallel=ddp on gloo; on: refuse jobs
+    whose ranks cannot."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any
 
+from raydist.settings import in_place
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
@@ -82,6 +83,7 @@ def validate(job: Job) -> Job:
         raise ConfigError.of("scale.numa", job.scale.numa, "mpirun binds its ranks itself", right)
     if job.backend.name == "horovod":
         _check_horovod(job.backend, job.init_method)
+    in_place.check(job)
     _check_size(job)
     _check_sweep(job.sweep)
     _check_repeatable(job)

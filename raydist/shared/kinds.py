@@ -326,6 +326,15 @@ class SaveShards(RankRequest):
     reported: Mapping[str, Any]
 
 
+class MeetRequest(RankRequest):
+    """A rank is ready to be connected to all others: the driver sends each what all have told."""
+
+    kind = "meet_request"
+    number: int
+    """The attempt."""
+    told: str
+
+
 class Ended(OfRank):
     """The process of a rank ended."""
 
@@ -490,6 +499,10 @@ class Restarted(Event):
     """Steps that were lost."""
     resized: bool = False
     """Whether only the number of nodes changed: nothing had failed."""
+    kept: Sequence[int] = ()
+    """The ranks that kept their processes (`restart.in_place`)."""
+    why_not_kept: str = ""
+    """Why ranks were started anew that had not failed, although `restart.in_place` is set."""
 
 
 class Resize(HasPlan):

@@ -68,6 +68,10 @@ class End:
     """The rank is lost because its killed process does not end; its agent answers."""
     preempted: bool = False
     """The cluster took the rank's node away, or is about to."""
+    kept: bool = False
+    """The rank's process still runs, and waits for the next attempt."""
+    why_not_kept: str = ""
+    """Why the process was not kept, if it was to be."""
 
     @property
     def gone(self) -> bool:

@@ -25,6 +25,7 @@ of it.
     models.py             Small models for the jobs: each trains in seconds on a CPU
     optim.py              The optimizer by name, its learning rate for a global batch, the rate's
                           schedule
+    outlive.py            Has a training outlive another rank in this process, where that is exact
     parallel.py           Sharded models on a DeviceMesh: fully_shard by blocks, tensor parallelism
                           by plan
     pipeline.py           A model in pipeline stages, over torch.distributed.pipelining

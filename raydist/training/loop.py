@@ -21,6 +21,7 @@ from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
 from raydist.training.evaluation import Metric
+from raydist.training.outlive import outlive
 from raydist.training.rank_model import RankModel
 from raydist.training.step import Loss, Stepper
 from raydist.training.training_state import TrainingProgress, TrainingState
@@ -97,7 +98,6 @@ def fit(
         measured = {"test_loss": loss, **(metrics or {})} if test is not None else {}
         check_best(config.checkpoint.best, measured)
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
-        checkpointer: Checkpointer = kind(config, comm)
         tests = None
         if test is not None:
             sampler = data.eval_sampler(test, order, together=comm.sharded)
@@ -105,9 +105,15 @@ def fit(
             tests = TestSet(held_out, sampler.counted, measured)
         module = model if model is not None else models.build_model(config.model)
         rate = optim.learning_rate(config.optim, order.global_batch)
-        trained = RankModel(config, module, comm, me.device, rate)
-        state = begin_or_resume(config, trained, loss, order, batches, checkpointer)
-        return Training(config, state, batches, tests, checkpointer, waits).run()
+
+        def train_on() -> dict[str, float]:
+            waits.begin()
+            checkpointer: Checkpointer = kind(config, comm)
+            trained = RankModel(config, module, comm, me.device, rate)
+            state = begin_or_resume(config, trained, loss, order, batches, checkpointer)
+            return Training(config, state, batches, tests, checkpointer, waits).run()
+
+        return outlive(comm, order, train_on)
 
 
 def check_best(best: str | None, metrics: Collection[str]) -> None:

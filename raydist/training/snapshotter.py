@@ -215,6 +215,7 @@ class Snapshotter:
             own = cloned(self._memory.read(self._memory.steps[step], clone="none")["own"])
         if own is not None and own["world_size"] != self._me.world_size:
             own = None  # the number of ranks has changed
+        context.current().common = -1 if own is None else step
         return Restored(step, self._whole(step, source, nodes, offers), own)
 
     def _whole(

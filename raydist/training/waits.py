@@ -41,6 +41,10 @@ class DataWait:
         self._comm = comm
         self._device = device
         self._workers = workers
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to count, on all ranks at the same step."""
         self._waited = 0.0
         self._since = time.perf_counter()
         self._count = 0

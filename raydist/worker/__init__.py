@@ -15,6 +15,8 @@ a heartbeat, saves states. Never imports Ray.
                           collections
     groups.py             Process groups and meshes that have the timeout of the default group
     heartbeat.py          The heartbeat page and the signal that a rank and its agent share
+    in_place.py           A rank that outlives another: it leaves its step, and joins the next
+                          attempt
     main.py               Start and end of a rank process: become the rank, run the job, report the
                           end
     program.py            Runs an existing program (script=) in a rank's process, as a shell would

@@ -22,9 +22,13 @@ from raydist.messages.rank import (
     AttachDebugger,
     DetachDebugger,
     DoAfter,
+    GoOn,
     HoldForAction,
     Holding,
     HoldRank,
+    Meet,
+    ParkRank,
+    ParkReply,
     RankReply,
     ReleaseFromAction,
     ReleaseRank,
@@ -194,6 +198,10 @@ class Channel:
                 current.actions.release()
             case AttachDebugger() | TellDebugger() | DetachDebugger() if self.debugger is not None:
                 self._debug(self.debugger, message)
+            case Meet() | ParkRank() | GoOn() if current.in_place is not None:
+                current.in_place.take(message)
+            case ParkRank():
+                self.reply(ParkReply("it cannot be connected anew"))
 
     def _debug(
         self, debugger: Debugger, message: AttachDebugger | TellDebugger | DetachDebugger
@@ -227,7 +235,9 @@ class Channel:
         """
         stack = stacks.of_all_threads()
         try:
-            entries, gap = stacks.collectives()
+            in_place = context.current().in_place
+            # Those of an earlier attempt have other numbers.
+            entries, gap = stacks.collectives(in_place.met_ns if in_place is not None else 0)
         # Another torch has other private functions; this thread must continue.
         except Exception as error:
             entries = []

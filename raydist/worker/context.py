@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from raydist.state.snapshot import SnapshotBuffer
+    from raydist.worker.in_place import InPlace
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,13 @@ class Context:
     """How many times the job has called raydist.fit."""
     fit: int = 0
     """The number of the current one, from 1; 0: none."""
+    common: int = -1
+    """A step whose state every rank has in memory, because all continued from it; -1: none."""
     stop_request: StopRequest = field(default_factory=StopRequest)
     actions: AgreedActions = field(default_factory=AgreedActions)
 
+    in_place: InPlace | None = None
+    """Keeps this process if another rank is killed; None: it ends then."""
     buffer: SnapshotBuffer | None = None
     """The snapshot memory of this rank, once it is used."""
     sharded: Any = None
@@ -192,6 +197,12 @@ class Context:
     leaving: list[Callable[[], object]] = field(default_factory=list)
     """Functions that wait for unfinished work, called when the job has returned, before the rank
     leaves the others."""
+
+    def begin_again(self) -> None:
+        """Begin another attempt in this process."""
+        self.newest = self.kept = 0
+        self.stop_request = StopRequest()
+        self.actions = AgreedActions()
 
     @contextmanager
     def next_fit(self) -> Iterator[None]:

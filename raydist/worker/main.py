@@ -19,10 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 from raydist.messages.server import CommandSpec, ProgramSpec, RankSpec
 from raydist.messages.wire import decode
 from raydist.settings import config
+from raydist.settings import in_place as in_place_settings
 from raydist.shared import ending, kinds
 from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
 from raydist.worker.debugger import Debugger
+from raydist.worker.in_place import InPlace
 
 PR_SET_PDEATHSIG = 1
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, -1
@@ -174,6 +176,9 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
             program.run_script(spec.script, list(spec.argv[1:]))
             return 0
         context.phase("start")
+        me = context.rank()
+        if me.world_size > 1 and not in_place_settings.why_not(job):
+            context.current().in_place = InPlace(me.rank, channel.emit, channel.reply)
         with backends.join(job.backend.name, job, os.environ):
             context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)

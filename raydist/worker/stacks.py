@@ -55,10 +55,11 @@ def answer_signal(path: str) -> None:
     faulthandler.register(STACKS_SIGNAL, file=_stack_files[-1], all_threads=False)
 
 
-def collectives() -> tuple[list[Collective], str]:
+def collectives(since_ns: int = 0) -> tuple[list[Collective], str]:
     """Return the last collectives of this rank, oldest first, and why some are missing.
 
-    The reason is that the backend's collectives are not recorded; it is empty otherwise.
+    `since_ns`: leave out those before this time, in nanoseconds since the epoch. The reason is
+    that the backend's collectives are not recorded; it is empty otherwise.
     """
     if "torch.distributed" not in sys.modules:
         return [], ""
@@ -69,7 +70,7 @@ def collectives() -> tuple[list[Collective], str]:
     last: list[Collective] = []
     gap = ""
     for backend in ("gloo", "nccl"):
-        entries = flight_recorder(backend)
+        entries = flight_recorder(backend, since_ns)
         if entries is None and backend in used:
             gap = (
                 f"torch {torch.__version__} keeps no record of {backend}'s collectives: a hang "

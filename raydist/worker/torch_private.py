@@ -44,10 +44,11 @@ RECORDERS: tuple[Recorder, ...] = (
 """Every instance that may hold collectives of a rank. An unused instance is empty."""
 
 
-def flight_recorder(backend: str) -> list[Collective] | None:
+def flight_recorder(backend: str, since_ns: int = 0) -> list[Collective] | None:
     """Return the collectives in all recorders of a backend, oldest first; None if torch has none.
 
-    A recorder is on by default, for gloo on a CPU too (torch 2.8 and newer).
+    `since_ns`: leave out those before this time, in nanoseconds since the epoch. A recorder
+    is on by default, for gloo on a CPU too (torch 2.8 and newer).
     """
     dumps = [_dump(recorder) for recorder in RECORDERS if recorder.backend == backend]
     found = [entries for entries in dumps if entries is not None]
@@ -55,6 +56,7 @@ def flight_recorder(backend: str) -> list[Collective] | None:
         return None
     entries = [entry for each in found for entry in each]
     entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    entries = [each for each in entries if each.get("time_created_ns", since_ns) >= since_ns]
     keys = Collective.__annotations__
     return [cast("Collective", {key: entry.get(key) for key in keys}) for entry in entries]
 
@@ -74,6 +76,45 @@ def _dump(recorder: Recorder) -> list[Any] | None:
         said = dump(includeCollectives=True, onlyActive=False, backend=recorder.instance)
     entries: list[Any] = json.loads(said).get("entries") or []
     return entries
+
+
+def connects_anew() -> bool:
+    """Report whether gloo's process group can be connected anew (torch 2.14).
+
+    It can't inside the wrapper with which TORCH_DISTRIBUTED_DEBUG=DETAIL checks each collective.
+    """
+    from torch.distributed import distributed_c10d
+
+    level = distributed_c10d.get_debug_level()
+    return hasattr(distributed_c10d, "_reconfigure") and level.name != "DETAIL"
+
+
+def group_handle() -> str:
+    """Return what other ranks need to connect the default group to this one."""
+    from torch.distributed import distributed_c10d
+
+    handle: str = distributed_c10d._get_reconfigure_handle()
+    return handle
+
+
+def connect_group(number: int, handles: Sequence[str]) -> None:
+    """Connect the default group to the ranks with these handles. `number`: unique in the run."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._reconfigure(uuid=number, handles=[*handles]).wait()
+
+
+def drop_reducer(model: Any) -> None:
+    """Free the buckets of a DistributedDataParallel, and its hooks in the backward pass."""
+    model.reducer = model.logger = None
+
+
+def group_use() -> tuple[int, int]:
+    """Return the number of process groups, and that of the default group's collectives so far."""
+    from torch.distributed import distributed_c10d
+
+    default: Any = distributed_c10d._get_default_group()
+    return len(distributed_c10d._world.pg_map), default._get_sequence_number_for_group()
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

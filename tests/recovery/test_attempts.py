@@ -75,7 +75,9 @@ class Group:
         self.acts.append("newest_state")
         return self.held
 
-    def prepare_attempt(self, job: Job, number: int, resize: bool, gone: set[int]) -> list[int]:
+    def prepare_attempt(
+        self, job: Job, number: int, resize: bool, gone: set[int], keep: bool
+    ) -> list[int]:
         self.acts.append("again")
         self.gone = gone
         if self.lost:

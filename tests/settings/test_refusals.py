@@ -23,6 +23,23 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         )
         for key in ("storage", "resume", "working_dir", "env_file", "script", "job")
     },
+    **{
+        f"ranks that stay with {word}": (
+            [word, "restart.in_place=on"],
+            "restart.in_place",
+            "on",
+            "restart.in_place=auto",
+        )
+        for word in (
+            "backend=nccl",
+            "parallel=fsdp",
+            "parallel=pp",
+            "init_method=file",
+            "train.compile=true",
+            "snapshot.every=0",
+            "script=train.py",
+        )
+    },
     "unknown key": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
     "key one level off": (["lr=0.1"], "lr", "0.1", "optim.lr=0.1"),
     "key of another part": (["optim.epochs=3"], "optim.epochs", "3", "train.epochs=3"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from raydist.settings.config import Backend, Job
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
-from raydist.worker import context
+from raydist.worker import context, torch_private
+from raydist.worker.in_place import Address, InPlace, listening
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,12 @@ class DDPComm:
     settings: Backend
     device: torch.device
     """The model's device."""
+    listens: set[Address] = field(default_factory=set, compare=False, kw_only=True)
+    """Where gloo waits for other ranks, on each of its interfaces."""
+    wrapped: list[DistributedDataParallel] = field(
+        default_factory=list, compare=False, kw_only=True
+    )
+    """The models that have buckets for gradients."""
     sharded: ClassVar[bool] = False
     pipelined: ClassVar[bool] = False
 
@@ -38,7 +45,7 @@ class DDPComm:
         # parameters.
         if dist.get_world_size() == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             bucket_cap_mb=self.settings.bucket_mb,
@@ -46,6 +53,8 @@ class DDPComm:
             static_graph=self.settings.static_graph,
             gradient_as_bucket_view=True,
         )
+        self.wrapped.append(wrapped)
+        return wrapped
 
     def wrap_optimizer(
         self, optimizer: torch.optim.Optimizer, model: torch.nn.Module
@@ -88,6 +97,35 @@ class DDPComm:
         dist.all_gather(gathered, own)
         return [each.to(tensor.device) for each in gathered]
 
+    def meet(self, in_place: InPlace) -> None:
+        """Connect the ranks of an attempt, which may have been connected before (in_place)."""
+        in_place.meet(self, sorted(self.listens), self.settings.timeout_s)
+
+    def handle(self) -> str:
+        return torch_private.group_handle()
+
+    def connect(self, number: int, handles: Sequence[str]) -> None:
+        self.release()
+        torch_private.connect_group(number + 1, handles)
+        dist.barrier()  # as in join()
+
+    def release(self) -> None:
+        # An aborted backward pass leaves buckets that wait for gradients.
+        while self.wrapped:
+            wrapped = self.wrapped.pop()
+            wrapped.zero_grad(set_to_none=True)
+            torch_private.drop_reducer(wrapped)
+
+
+def refuse_in_place(job: Job) -> None:
+    """Raise ConfigError if the job requires a torch that can connect ranks anew."""
+    if job.restart.in_place == "on":
+        cause = (
+            f"torch {torch.__version__} cannot connect ranks anew; 2.14 and newer can, without "
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+        )
+        raise ConfigError.of("restart.in_place", "on", cause, "restart.in_place=auto")
+
 
 @contextmanager
 def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
@@ -96,20 +134,32 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world_size = int(env.get("WORLD_SIZE", "1"))
+    current = context.current()
+    if current.in_place is not None and not torch_private.connects_anew():
+        refuse_in_place(job)
+        current.in_place = None
+    # torch before 2.14 does not know the argument
+    anew: dict[str, Any] = {"enable_reconfigure": True} if current.in_place is not None else {}
+    listened = set() if current.in_place is None else listening()
     dist.init_process_group(
         job.backend.name,
         timeout=timedelta(seconds=job.backend.timeout_s),
         device_id=device if job.backend.name == "nccl" else None,
         **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
+        **anew,
     )
-    if world_size > 1 and job.backend.name == "gloo":
+    comm = DDPComm(job.backend, device)
+    if current.in_place is not None:
+        comm.listens.update(listening() - listened)
+        comm.meet(current.in_place)
+    elif world_size > 1 and job.backend.name == "gloo":
         # Gloo connects each pair separately. Without this barrier, a rank whose job ends at once
         # closes the connections that a slower rank is still opening, and that rank fails in
         # init_process_group.
         dist.barrier()
     failed = True
     try:
-        yield DDPComm(job.backend, device)
+        yield comm
         failed = False
     finally:
         # destroy_process_group waits for other ranks. A failed rank must not wait: its end makes

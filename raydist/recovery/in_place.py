@@ -1,0 +1,101 @@
+"""Which ranks keep their processes when another was killed, and how all of them meet. (driver)"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.rank import Meet
+from raydist.recovery.arrival import Beginning
+from raydist.recovery.blame import first_cause, is_victim
+from raydist.recovery.policy import Retry
+from raydist.settings import in_place
+from raydist.settings.config import Job
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
+from raydist.shared.outcome import End
+
+
+def why_all_forked(job: Job, ends: Collection[End]) -> str:
+    """Return why all ranks are started anew after these ends, for a person; empty if they are not.
+
+    A rank that was killed has left nothing behind. One that raised an exception may raise it again
+    wherever the others continue, and the connections to a lost node may not be broken yet.
+    """
+    if why := in_place.why_not(job):
+        return why
+    first = first_cause(ends)
+    if first is None or is_victim(first):
+        return "the rank that failed first is not known"
+    other = next((end for end in ends if not may_stay_after(end)), None)
+    return "" if other is None else f"rank {other.rank} was not killed: {other.how}"
+
+
+def may_stay_after(end: End) -> bool:
+    """Return whether other ranks may keep their processes after this end."""
+    return end.how in ("killed", "stopped") or (end.failed and is_victim(end))
+
+
+def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
+    """Return why ranks were started anew that had not failed; empty if there are none.
+
+    `ends`: of the previous attempt. `kept`: the ranks that kept their processes.
+    """
+    lost = [
+        end
+        for end in ends
+        if end.rank not in kept and (not end.failed or (end.how == "raised" and is_victim(end)))
+    ]
+    if not lost or job.restart.in_place == "off":
+        return ""
+    if why := why_all_forked(job, ends):
+        return why
+    if not kept and all(end.kept for end in lost):
+        return "the ranks meet on another node"
+    one = min(lost, key=lambda end: not end.why_not_kept)
+    other = "it failed because it had lost a peer" if one.failed else "its process has ended"
+    return f"rank {one.rank}: {one.why_not_kept or other}"
+
+
+class Meeting:
+    """The beginning of one attempt: the ranks meet, and make their first step."""
+
+    def __init__(self, group: WorkerGroup, job: Job, now: float, retry: Retry | None) -> None:
+        """`retry`: why there is this attempt, if it is not the first."""
+        self._group = group
+        self._job = job
+        self._retry = retry
+        self._beginning = Beginning(group.plan.world_size, now, retry)
+        self._told: dict[int, str] = {}
+        self.running_s = self._beginning.running_s
+        self.settled = self._beginning.settled
+
+    def add(self, rank: int, event: Event) -> list[kinds.Phase | kinds.Restarted]:
+        """Record an event of a rank; return the events that follow from it."""
+        return [self._complete(each) for each in self._beginning.add(rank, event)]
+
+    def keeps(self, ends: Collection[End]) -> bool:
+        """Return whether the ranks that still run may keep their processes after these ends."""
+        return not why_all_forked(self._job, ends)
+
+    def introduce(self, rank: int, event: kinds.MeetRequest) -> None:
+        """Record what a rank told; once all have, send each of them what all told."""
+        number = self._group.rendezvous.attempt
+        if event.number != number:
+            return
+        self._told[rank] = event.told
+        if len(self._told) == self._group.plan.world_size:
+            told = [each for _, each in sorted(self._told.items())]
+            for each in self._told:
+                self._group.call(each, Meet(number, told))
+
+    def _complete(self, event: kinds.Phase | kinds.Restarted) -> kinds.Phase | kinds.Restarted:
+        """Return an event, with the ranks that kept their processes."""
+        if self._retry is None or not isinstance(event, kinds.Restarted):
+            return event
+        kept = self._group.rendezvous.kept
+        why = why_not_kept(self._job, self._retry.past[-1].ends, kept)
+        found: dict[str, Any] = {"kept": kept, "why_not_kept": why}
+        more = {name: value for name, value in found.items() if value}
+        return kinds.Restarted(**vars(event), **more)

@@ -1,0 +1,163 @@
+"""Killed ranks are replaced while the others keep their processes, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raydist
+from raydist.reporting.result import Result
+from raydist.shared.rank_names import name_ranks
+from raydist.worker.torch_private import connects_anew
+from tests import faults
+from tests.faults import Fault, kill
+from tests.leftovers import alive
+from tests.scenarios.test_restart_run import events, losses
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.skipif(not connects_anew(), reason="this torch cannot connect ranks anew"),
+]
+WORDS = (
+    "scale=1x4",
+    "group=inline",
+    "watch.progress=none",
+    "train.epochs=8",
+    "data.batch_size=8",
+    "snapshot.every=1",
+    "restart.max=9",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The runs are in an empty folder."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path_factory.mktemp("in-place"))
+        yield
+
+
+def train(*words: str, struck: tuple[Fault, ...] = (), job: Any = faults.training) -> Result[Any]:
+    return raydist.run(job, *WORDS, *words, struck=struck)
+
+
+def pids(done: Result[Any]) -> list[dict[int, int]]:
+    """Return the process of each rank in each attempt."""
+    began = events(done, "began")
+    return [
+        {event["rank"]: event["pid"] for event in began[first : first + 4]}
+        for first in range(0, len(began), 4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: None) -> Result[Any]:
+    """A run without a fault, whose ranks are connected once and for all."""
+    return train()
+
+
+@pytest.mark.parametrize("words", [(), ("data.workers=1",)], ids="".join)
+def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ...]) -> None:
+    struck = (
+        kill(1, 10),
+        kill(1, 0, 1),  # the new one, before its first step
+        kill(0, 20, 2),
+        kill(2, 30, 3),
+        kill(3, 30, 3),  # two at once
+        kill(0, 64, 4),  # the evaluation and the checkpoint after the last step are still to come
+    )
+    done = train("restart.in_place=on", *words, struck=struck[:5] if words else struck)
+    assert done.status == "finished"
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    ran = pids(done)
+    stayed = [
+        [rank for rank in range(4) if before[rank] == after[rank]]
+        for before, after in itertools.pairwise(ran)
+    ]
+    could = [[0, 2, 3], [0, 2, 3], [1, 2, 3], [0, 1], [1, 2, 3]]
+    for these, those in zip(stayed, could, strict=False):
+        assert {*these} <= {*those}
+    # On a busy machine, or in gloo, a rank may be stuck: then it is forked too.
+    assert sum(these == those for these, those in zip(stayed, could, strict=False)) > 1
+    # a restart that made no step before the next failure, or the end, is in no event
+    kept = {event["number"]: event.get("kept", []) for event in events(done, "restarted")}
+    assert kept.items() <= dict(enumerate(stayed, 1)).items()
+    assert not [pid for each in ran for pid in each.values() if alive(pid)]
+    number, these = next((number, each) for number, each in kept.items() if each)
+    shown = f"in place, {name_ranks(these)} kept their processes"
+    assert shown in (done.dir / f"blame-{number}.txt").read_text()
+
+
+def uses_the_group(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
+    """A job whose ranks agree on something before they train."""
+    torch.distributed.barrier()
+    return faults.training(config, struck=struck)
+
+
+def test_what_a_new_rank_would_do_alone_is_done_by_all(whole: Result[Any]) -> None:
+    done = train("restart.in_place=auto", struck=(kill(1, 10),), job=uses_the_group)
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    (back,) = events(done, "restarted")
+    why = "the job used torch.distributed before raydist.fit"
+    # a rank that notices by itself that it has lost a peer is not asked
+    assert back["why_not_kept"].endswith((why, "it failed because it had lost a peer"))
+    assert "kept" not in back
+    first, second = pids(done)
+    assert not {*first.values()} & {*second.values()}
+    assert back["why_not_kept"] in (done.dir / "blame-1.txt").read_text()
+
+
+def test_a_rank_that_raises_stops_all_others(whole: Result[Any]) -> None:
+    done = train("restart.in_place=auto", struck=(Fault("raise", 1, 10),))
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    (back,) = events(done, "restarted")
+    assert back["why_not_kept"] == "rank 1 was not killed: raised"
+    assert "kept" not in back
+
+
+def stream(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
+    """Train on a stream, which cannot go back."""
+
+    class Numbers(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            draw = torch.Generator().manual_seed(1)
+            while True:
+                yield torch.randn(10, generator=draw), torch.randint(3, (), generator=draw)
+
+    faults.add_faults(*struck)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 3))
+    return raydist.fit(config, train=Numbers(), loss=faults.cross_entropy, model=model)
+
+
+def test_a_stream_begins_anew_on_all_ranks() -> None:
+    words = ("train.steps=30", "restart.in_place=auto")
+    done = train(*words, struck=(kill(1, 10),), job=stream)
+    assert losses(done) == losses(train(*words, job=stream))
+    (back,) = events(done, "restarted")
+    assert back["why_not_kept"]
+    assert "kept" not in back
+
+
+def test_a_run_that_may_not_continue_leaves_no_process() -> None:
+    with pytest.raises(raydist.RunFailed) as failed:
+        train("restart.in_place=on", "restart.max=1", struck=(kill(1, 10), kill(1, 20, 1)))
+    done = failed.value.result
+    ran = pids(done)
+    assert len(ran) == 2
+    assert not [pid for each in ran for pid in each.values() if alive(pid)]
+    assert str(done.checkpoint).endswith(("step-00000019", "step-00000020"))
+
+
+def test_on_ray(whole: Result[Any], on_ray: Path) -> None:
+    struck = (kill(2, 10), kill(2, 20, 1), kill(2, 30, 2))
+    done = train("restart.in_place=on", "group=ray", struck=struck)
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    assert [0, 1, 3] in [event.get("kept") for event in events(done, "restarted")]
