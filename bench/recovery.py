@@ -2,7 +2,8 @@
 and Ray Train.
 
 All train the same small network, and go on as each does by itself: raydist from its snapshot in
-memory, torchrun and Ray Train from a checkpoint that is saved after each step.
+memory, with all ranks forked again and with the killed one alone (restart.in_place), torchrun and
+Ray Train from a checkpoint that is saved after each step.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def by_hand(
         strike(folder, step, dist.get_rank(), dist.get_world_size())
 
 
-def turn_raydist() -> float:
+def turn_raydist(*more: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = (
             f"scale=1x{RANKS}",
@@ -98,9 +99,13 @@ def turn_raydist() -> float:
             f"train.steps={STEPS}",
         )
         raydist.run(
-            by_raydist, *words, "snapshot.every=1", "checkpoint.every=100000", folder=folder
+            by_raydist, *words, "snapshot.every=1", "checkpoint.every=100000", *more, folder=folder
         )
         return recovery(Path(folder))
+
+
+def turn_in_place() -> float:
+    return turn_raydist("restart.in_place=auto")
 
 
 def turn_torchrun() -> float:
@@ -168,10 +173,15 @@ def main(rounds: int = 3) -> list[str]:
         log_to_driver=False,
     )
     print("recovery", flush=True)
-    turns = {"raydist": turn_raydist, "torchrun": turn_torchrun, "Ray Train": turn_ray_train}
+    turns = {
+        "raydist": turn_raydist,
+        "raydist in place": turn_in_place,
+        "torchrun": turn_torchrun,
+        "Ray Train": turn_ray_train,
+    }
     lines = [
         f"| {heads(turns, 'raydist')} |",
-        "|---" * 5 + "|",
+        "|---" * 8 + "|",
         f"| {row(alternate(turns, rounds), 'raydist', 's')} |",
     ]
     ray.shutdown()
