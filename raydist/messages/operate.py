@@ -49,7 +49,7 @@ class RankTable(OperateMessage):
 
 @dataclass(frozen=True)
 class GetStacks(OperateMessage):
-    """Reply with Told: what these ranks are doing, line by line."""
+    """Reply with TextReply: what these ranks are doing, line by line."""
 
     ranks: Sequence[int]
     """Empty: all."""
@@ -120,19 +120,19 @@ class DebuggerState(OperateMessage):
 
 @dataclass(frozen=True)
 class SaveNow(OperateMessage):
-    """Have all ranks save a checkpoint; reply with Told before and after."""
+    """Have all ranks save a checkpoint; reply with TextReply before and after."""
 
 
 @dataclass(frozen=True)
 class StopRun(OperateMessage):
-    """Reply with Told, and stop the run; the connection closes when the ranks have ended."""
+    """Reply with TextReply, and stop the run; the connection closes when the ranks have ended."""
 
     now: bool
     """As a second Ctrl-C does."""
 
 
 @dataclass(frozen=True)
-class Told(OperateMessage):
+class TextReply(OperateMessage):
     """The reply to a request, for a person."""
 
     lines: Sequence[str]

@@ -165,8 +165,8 @@ class Meet(Request[None], RankMessage):
 
     number: int
     """The attempt."""
-    told: Sequence[str]
-    """What each rank told about itself (kinds.MeetRequest), by rank."""
+    contacts: Sequence[str]
+    """How each rank is reached (kinds.MeetRequest.contact), by rank."""
 
 
 @dataclass(frozen=True)

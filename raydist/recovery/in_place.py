@@ -67,7 +67,7 @@ class Meeting:
         self._job = job
         self._retry = retry
         self._beginning = Beginning(group.plan.world_size, now, retry)
-        self._told: dict[int, str] = {}
+        self._contacts: dict[int, str] = {}
         self.running_s = self._beginning.running_s
         self.settled = self._beginning.settled
 
@@ -80,15 +80,15 @@ class Meeting:
         return not why_all_forked(self._job, ends)
 
     def introduce(self, rank: int, event: kinds.MeetRequest) -> None:
-        """Record what a rank told; once all have, send each of them what all told."""
+        """Record the contact of a rank; once all are known, send all of them to each rank."""
         number = self._group.rendezvous.attempt
         if event.number != number:
             return
-        self._told[rank] = event.told
-        if len(self._told) == self._group.plan.world_size:
-            told = [each for _, each in sorted(self._told.items())]
-            for each in self._told:
-                self._group.call(each, Meet(number, told))
+        self._contacts[rank] = event.contact
+        if len(self._contacts) == self._group.plan.world_size:
+            contacts = [each for _, each in sorted(self._contacts.items())]
+            for each in self._contacts:
+                self._group.call(each, Meet(number, contacts))
 
     def _complete(self, event: kinds.Phase | kinds.Restarted) -> kinds.Phase | kinds.Restarted:
         """Return an event, with the ranks that kept their processes."""

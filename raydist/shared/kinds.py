@@ -327,12 +327,13 @@ class SaveShards(RankRequest):
 
 
 class MeetRequest(RankRequest):
-    """A rank is ready to be connected to all others: the driver sends each what all have told."""
+    """A rank is ready to be connected to all others: the driver sends each the contacts of all."""
 
     kind = "meet_request"
     number: int
     """The attempt."""
-    told: str
+    contact: str
+    """How others reach this rank: its handle and the addresses where it listens, as JSON."""
 
 
 class Ended(OfRank):

@@ -62,13 +62,13 @@ def pass_lines(link: Link) -> None:
 
 def show_session(link: Link) -> int:
     """Show what the debugger says until the session is over."""
-    entered = told = False
+    entered = warned = False
     while True:
         state = receive(link, DebuggerState)
         if state.place and not entered:
             entered = True
-        elif not entered and not told and not state.over:
-            told = True
+        elif not entered and not warned and not state.over:
+            warned = True
             print(
                 "the rank is in C code, and enters at its next line of Python; Ctrl-C gives up",
                 file=sys.stderr,

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from raydist.messages.operate import CommandEnded, Execute, Printed, SendSignal, Told
+from raydist.messages.operate import CommandEnded, Execute, Printed, SendSignal, TextReply
 from raydist.shared.errors import ConfigError
 from raydist.tools.command_line import run_tool
 from raydist.tools.running import Link, connected_run, refused_by_driver, run_and_ranks, run_parser
@@ -74,7 +74,7 @@ def show_output(link: Link, screen: Screen) -> int:
                 if error:
                     print(f"rank {rank}: {error}", file=sys.stderr)
                 code = code or ended
-            case Told():
+            case TextReply():
                 return code
             case _:
                 raise refused_by_driver(message)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from raydist.messages.operate import SaveNow, Told
+from raydist.messages.operate import SaveNow, TextReply
 from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, one_place, receive, run_parser
 
@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         with connected_run(one_place("raydist save", arguments.overrides)) as link:
             link.send(SaveNow())
-            receive(link, Told)
-            print("saved", *receive(link, Told).lines)
+            receive(link, TextReply)
+            print("saved", *receive(link, TextReply).lines)
         return 0
 
     return run_tool(save)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from raydist.messages.operate import GetStacks, Told
+from raydist.messages.operate import GetStacks, TextReply
 from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, receive, run_and_ranks, run_parser
 
@@ -30,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         place, ranks = run_and_ranks("raydist stacks", arguments.overrides)
         with connected_run(place) as link:
             link.send(GetStacks(ranks, arguments.native))
-            told = receive(link, Told)
-        print("\n".join(told.lines))
-        if told.file:
-            print(f"all threads: {told.file} in the run folder")
+            reply = receive(link, TextReply)
+        print("\n".join(reply.lines))
+        if reply.file:
+            print(f"all threads: {reply.file} in the run folder")
         return 0
 
     return run_tool(stacks)

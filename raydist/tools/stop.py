@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from raydist.messages.operate import StopRun, Told
+from raydist.messages.operate import StopRun, TextReply
 from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, one_place, receive, run_parser
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         with connected_run(one_place("raydist stop", arguments.overrides)) as link:
             link.send(StopRun(arguments.now))
-            print(*receive(link, Told).lines, flush=True)
+            print(*receive(link, TextReply).lines, flush=True)
             while link.receive() is not None:
                 pass
         print("stopped")

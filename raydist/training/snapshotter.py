@@ -196,7 +196,7 @@ class Snapshotter:
         mine = (
             []
             if self._memory is None
-            else [Offer(*told) for told in self._memory.offers()[:OFFERS]]
+            else [Offer(*each) for each in self._memory.offers()[:OFFERS]]
         )
         padded = [*mine, *[Offer()] * (OFFERS - len(mine))]
         rows = self._comm.gather(

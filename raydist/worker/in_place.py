@@ -2,7 +2,7 @@
 
 The main thread trains; the thread of the channel gets the agent's messages.
 
-    MeetRequest -> <- Meet the rank is ready; the driver sends each rank what all of them told
+    MeetRequest -> <- Meet the rank is ready; the driver sends each rank the contacts of all
     <- ParkRank            another rank was killed: leave the step, wherever the rank is
     ParkReply ->           it waits, or it can't, and is killed
     <- GoOn                the next attempt begins: the ranks meet again
@@ -130,8 +130,8 @@ class InPlace:
         ready. RaydistError: they were not.
         """
         number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        told = json.dumps([group.handle(), addresses])
-        self._send(kinds.MeetRequest(rank=self._rank, number=number, told=told))
+        contact = json.dumps([group.handle(), addresses])
+        self._send(kinds.MeetRequest(rank=self._rank, number=number, contact=contact))
         until = time.monotonic() + within_s
         message: RankMessage | None = None
         while not (isinstance(message, Meet) and message.number == number):
@@ -143,10 +143,10 @@ class InPlace:
                 ) from None
             if isinstance(message, ParkRank):
                 raise PeerLost
-        all_told = [json.loads(each) for each in message.told]
-        self._addresses = frozenset((host, port) for _, here in all_told for host, port in here)
+        contacts = [json.loads(each) for each in message.contacts]
+        self._addresses = frozenset((host, port) for _, here in contacts for host, port in here)
         self.met_ns = time.time_ns()
-        group.connect(number, [handle for handle, _ in all_told])
+        group.connect(number, [handle for handle, _ in contacts])
 
     def outlive(
         self, train: Callable[[], T], meet_again: Callable[[], None], why_not: Callable[[], str]

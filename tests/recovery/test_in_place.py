@@ -70,13 +70,13 @@ def test_why_ranks_that_had_not_failed_were_started_anew(
     assert why_not_kept(job, ends, kept) == why
 
 
-def test_all_ranks_get_what_all_told_once_the_last_has() -> None:
+def test_all_ranks_get_the_contacts_of_all_once_the_last_has() -> None:
     group = FakeGroup(3)
     meeting = Meeting(cast("WorkerGroup", group), AUTO, 0.0, None)
     for rank in (2, 0):
-        meeting.introduce(rank, kinds.MeetRequest(rank=rank, number=0, told=f"at {rank}"))
-    meeting.introduce(1, kinds.MeetRequest(rank=1, number=7, told="of another attempt"))
+        meeting.introduce(rank, kinds.MeetRequest(rank=rank, number=0, contact=f"at {rank}"))
+    meeting.introduce(1, kinds.MeetRequest(rank=1, number=7, contact="of another attempt"))
     assert not group.calls
-    meeting.introduce(1, kinds.MeetRequest(rank=1, number=0, told="at 1"))
-    told = Meet(0, ["at 0", "at 1", "at 2"])
-    assert sorted(group.calls, key=lambda call: call[0]) == [(0, told), (1, told), (2, told)]
+    meeting.introduce(1, kinds.MeetRequest(rank=1, number=0, contact="at 1"))
+    meet = Meet(0, ["at 0", "at 1", "at 2"])
+    assert sorted(group.calls, key=lambda call: call[0]) == [(0, meet), (1, meet), (2, meet)]

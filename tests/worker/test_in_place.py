@@ -60,7 +60,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     return Rank()
 
 
-def told(*handles: str) -> list[str]:
+def contacts(*handles: str) -> list[str]:
     return [json.dumps([each, HERE]) for each in handles]
 
 
@@ -72,8 +72,8 @@ def test_a_rank_that_is_called_trains_again_once_all_meet_again(rank: Rank) -> N
         if len(attempts) == 1:
             rank.in_place.take(ParkRank())
             rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
-            rank.in_place.take(Meet(0, told("late")))
-            rank.in_place.take(Meet(1, told("other", "mine")))
+            rank.in_place.take(Meet(0, contacts("late")))
+            rank.in_place.take(Meet(1, contacts("other", "mine")))
             raise RuntimeError("Connection closed by peer")
         return "done"
 
@@ -82,7 +82,7 @@ def test_a_rank_that_is_called_trains_again_once_all_meet_again(rank: Rank) -> N
     assert rank.replies == [ParkReply("")]
     assert rank.group.connected == [(1, ["other", "mine"])]
     (met,) = rank.sent
-    assert (met.rank, met.number, json.loads(met.told)) == (1, 1, ["mine", [["127.0.0.1", 1]]])
+    assert (met.rank, met.number, json.loads(met.contact)) == (1, 1, ["mine", [["127.0.0.1", 1]]])
     assert isinstance(met, kinds.MeetRequest)
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_is_called_as_it_finishes_trains_again(rank: Rank) -> None:
         if len(attempts) == 1:
             rank.in_place.take(ParkRank())
             rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
-            rank.in_place.take(Meet(1, told("mine")))
+            rank.in_place.take(Meet(1, contacts("mine")))
         return "done"
 
     assert rank.outlive(train) == "done"
@@ -128,7 +128,7 @@ def call_again(rank: Rank) -> None:
         rank.replied.acquire(timeout=0.01)
     rank.in_place.take(ParkRank())
     rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "2"}))
-    rank.in_place.take(Meet(2, told("mine")))
+    rank.in_place.take(Meet(2, contacts("mine")))
 
 
 def test_what_a_job_raises_by_itself_is_raised(rank: Rank) -> None:

@@ -22,7 +22,7 @@ from raydist.messages.operate import (
     RankTable,
     SaveNow,
     StopRun,
-    Told,
+    TextReply,
 )
 from raydist.messages.request import AnyReply, Request
 from raydist.messages.wire import Message
@@ -71,7 +71,7 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
         case ListRanks():
             connection.send(RankTable(rank_rows(run)))
         case GetStacks(ranks, native):
-            connection.send(tell_stacks(run, ranks, native))
+            connection.send(answer_stacks(run, ranks, native))
         case Execute(ranks, argv):
             run_beside_ranks(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
         case Debug(rank):
@@ -98,7 +98,7 @@ def rank_rows(run: OperatedRun) -> list[RankLine]:
     ]
 
 
-def tell_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> Told:
+def answer_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> TextReply:
     """Return what these ranks are doing; the file has the stacks of all their threads."""
     slots, ranks = run.group.plan.slots, chosen_ranks(run, named)
     found = ask_ranks(run, Examine(quick=True), ranks, STACKS_S)
@@ -119,7 +119,7 @@ def tell_stacks(run: OperatedRun, named: Sequence[int], native: bool) -> Told:
     whole = [f"rank {each.state.rank}:\n{each.state.stack}" for each in seen]
     file = write_answer(run.folder, run.events, "stacks", [*lines, "", *whole])
     record(run.events, "stacks", headline or lines[-1], named, file)
-    return Told(lines, file)
+    return TextReply(lines, file)
 
 
 def save(run: OperatedRun, connection: CommandLink) -> None:
@@ -129,11 +129,11 @@ def save(run: OperatedRun, connection: CommandLink) -> None:
     """
     size = run.events.path.stat().st_size
     step = agreement.agree_on_step(run.group, "save", {})
-    connection.send(Told([f"the ranks save after step {step}"]))
+    connection.send(TextReply([f"the ranks save after step {step}"]))
     saved = wait_for_saved(run, step, size)
     text = f"step {saved.step}: {saved.path} ({saved.s:.2f} s)"
     record(run.events, "save", text)
-    connection.send(Told([text]))
+    connection.send(TextReply([text]))
 
 
 def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
@@ -164,7 +164,7 @@ def stop(run: OperatedRun, connection: CommandLink, now: bool) -> None:
     if run.stop is None:
         raise ConfigError("raydist stop: a thread of another program has started this run: end it")
     record(run.events, "stop", "at once" if now else "as Ctrl-C does")
-    connection.send(Told([f"stopping {run.folder}"]))
+    connection.send(TextReply([f"stopping {run.folder}"]))
     run.stop(Stopped(signal.SIGTERM))
     if now:
         run.stop(Stopped(signal.SIGINT))

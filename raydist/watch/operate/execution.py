@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from raydist.launch.limits import ANSWER_S
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import CommandOutput, ReadCommand, RunCommand, SignalCommand
-from raydist.messages.operate import CommandEnded, Printed, SendSignal, Told
+from raydist.messages.operate import CommandEnded, Printed, SendSignal, TextReply
 from raydist.shared.errors import last_line
 from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
@@ -107,4 +107,4 @@ def run_beside_ranks(
         codes = ", ".join(map(str, sorted(set(execution.codes.values())))) or "none"
         text = f"{os.path.basename(argv[0])} on {name_ranks(ranks)}, exit code {codes}"
         record(events, "exec", text, ranks)
-    connection.send(Told([text]))
+    connection.send(TextReply([text]))
