@@ -317,7 +317,7 @@ class DebuggerNews:
     place: str
     """Where the rank waits, such as `/home/me/train.py:31`; empty: it does not wait."""
     over: bool
-    """Whether the session has ended, and the rank goes on."""
+    """Whether the session has ended, and the rank continues."""
 
 
 @dataclass(frozen=True)

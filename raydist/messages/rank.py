@@ -136,7 +136,7 @@ class DebuggerSays(RankReply):
 
 @dataclass(frozen=True)
 class WentOn(RankReply):
-    """The session is over, and the rank goes on."""
+    """The session is over, and the rank continues."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class TellDebugger(Request[None], RankMessage):
 
 @dataclass(frozen=True)
 class DetachDebugger(Request[None], RankMessage):
-    """The person has gone: the rank goes on. The agent forwards the message to the rank."""
+    """The person has left: the rank continues. The agent forwards the message to the rank."""
 
 
 @dataclass(frozen=True)

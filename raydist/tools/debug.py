@@ -17,7 +17,7 @@ from raydist.tools.running import Link, connected_run, receive, run_and_ranks, r
 
 DESCRIPTION = """\
 Begins a session of pdb in the main thread of a rank, at its next line of Python, or where a
-breakpoint() waits. `continue`, `quit` and Ctrl-D leave the rank, and it goes on; nothing ends it.
+breakpoint() waits. `continue`, `quit` and Ctrl-D leave the rank, and it continues; nothing ends it.
 The others wait for it in their next collective, as long as that may take.
 """
 
@@ -75,7 +75,7 @@ def show_session(link: Link) -> int:
             )
         print(state.text, end="", flush=True)
         if state.over:
-            print("the rank goes on")
+            print("the rank continues")
             return 0
 
 

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> int:
         parser = run_parser(
-            "save", "Has a run save a checkpoint after its current step, and go on."
+            "save", "Has a run save a checkpoint after its current step, and continue."
         )
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         with connected_run(one_place("raydist save", arguments.overrides)) as link:

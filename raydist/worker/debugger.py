@@ -61,7 +61,7 @@ class Debugger:
     def install(self) -> None:
         """Have breakpoint() wait for a person, and make it possible to enter. In the main thread.
 
-        A system call that the signal interrupts goes on afterwards, where the kernel can do so.
+        A system call that the signal interrupts continues afterwards, where the kernel can do so.
         """
         signal.signal(DEBUG_SIGNAL, self._on_signal)
         signal.siginterrupt(DEBUG_SIGNAL, False)
@@ -86,7 +86,7 @@ class Debugger:
         self._lines.put(line)
 
     def detach(self) -> None:
-        """The person has gone: the rank goes on."""
+        """The person has left: the rank continues."""
         self._attached.clear()
         self._lines.put(None)
 
@@ -138,7 +138,7 @@ class Debugger:
         self._wire.reply(DebuggerSays(text))
 
     def end(self) -> None:
-        """End the session: the person leaves, and the rank goes on."""
+        """End the session: the person leaves, and the rank continues."""
         self._attached.clear()
         self._wire.reply(WentOn())
 
@@ -176,7 +176,7 @@ class Session(pdb.Pdb):
         self._over = self._stopped = False
 
     def begin(self, frame: FrameType) -> None:
-        """Hold the program at this frame; return when it is to go on, and trace it if wanted."""
+        """Hold the program at this frame; return when it is to continue, and trace it if wanted."""
         self.reset()
         outer: FrameType | None = frame
         while outer is not None:
@@ -212,7 +212,7 @@ class Session(pdb.Pdb):
         self._over = not self.breaks
 
     def do_quit(self, arg: str) -> bool:
-        """q(uit), Ctrl-D: leave the debugger; the program goes on."""
+        """q(uit), Ctrl-D: leave the debugger; the program continues."""
         self.clear_all_breaks()
         self.set_continue()
         return True

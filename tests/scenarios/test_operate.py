@@ -379,7 +379,7 @@ def debug(folder: Path, typed: str, *words: str) -> str:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("the rank goes on\n")
+    assert done.stdout.endswith("the rank continues\n")
     return done.stdout
 
 
@@ -388,7 +388,7 @@ def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> No
     code = textwrap.dedent(HELD)
     (tmp_path / "held.py").write_text(code)
     line = code.splitlines().index("        breakpoint()") + 1
-    limits = ("hang.after_s=0.5", "hang.limit_s=3", "restart=none")
+    limits = ("hang.after_s=0.5", "hang.limit_s=10", "restart=none")
     program = Program(tmp_path, "script=held.py", "scale=1x2", "group=inline", *limits)
     program.wait_until(
         lambda: f"rank 1 waits at held.py:{line};" in program.screen, "the breakpoint"
@@ -397,7 +397,7 @@ def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> No
     assert (event["rank"], event["line"], event["function"]) == (1, line, "work")
     file = tmp_path / "held.py"
     assert rows(tmp_path)[1]["state"] == f"waits in the debugger at {file}:{line}"
-    time.sleep(5)  # beyond hang.limit_s
+    time.sleep(12)  # beyond hang.limit_s
     said = debug(tmp_path, "p step, scale\nw\nn\np scale + 1\nq\n")
     assert "(5, 10)" in said
     assert "raydist/" not in said  # the stack begins with the program

@@ -21,7 +21,7 @@ LOOK_S = 0.02
 
 
 def debug(group: WorkerGroup, events: Events, rank: int, connection: CommandLink) -> None:
-    """Pass lines on until the session is over. The rank goes on, however it ends.
+    """Pass lines on until the session is over. The rank continues, however it ends.
 
     What is typed and shown is not recorded: it may contain secrets.
     """

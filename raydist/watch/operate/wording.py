@@ -14,7 +14,7 @@ HELD = {
     "D": "waits for a disk or a device",
     "Z": "ends",
 }
-"""States of a process in which it does not go on by itself, by the letter of /proc/PID/stat."""
+"""States of a process in which it does not continue by itself, by the letter of /proc/PID/stat."""
 QUIET_S = 10.0
 """Seconds without a heartbeat from which on a rank's silence is shown."""
 
