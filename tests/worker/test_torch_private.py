@@ -125,7 +125,7 @@ def test_a_torch_without_a_recorder_is_named(tmp_path: Path) -> None:
 def test_rank_0_warns_once_of_a_missing_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, count: int
 ) -> None:
-    def broken() -> Any:
+    def broken(since_ns: int) -> Any:
         raise TypeError("_dump_fr_trace_json() got an unexpected keyword argument")
 
     from raydist.worker import context
