@@ -328,8 +328,12 @@ def grpc_channel(address: str) -> Iterator[Any]:
 def check_alive(address: str, timeout: float) -> None:
     """Ask the GCS at host:port whether it is alive; grpc.RpcError if it does not answer."""
     with grpc_channel(address) as channel:
-        stub = require(f"{STUBS}:NodeInfoGcsServiceStub")(channel)
-        stub.CheckAlive(require(f"{MESSAGES}:CheckAliveRequest")(), timeout=timeout)
+        _check_alive(channel, timeout)
+
+
+def _check_alive(channel: Any, timeout: float) -> None:
+    stub = require(f"{STUBS}:NodeInfoGcsServiceStub")(channel)
+    stub.CheckAlive(require(f"{MESSAGES}:CheckAliveRequest")(), timeout=timeout)
 
 
 def needs_no_token(address: str, timeout: float) -> bool:
@@ -340,9 +344,8 @@ def needs_no_token(address: str, timeout: float) -> bool:
     if enabled is None or not enabled() or os.environ.get("RAY_USE_TLS", "0") in ("1", "true"):
         return False
     with contextlib.closing(grpc.insecure_channel(address)) as channel:
-        stub = require(f"{STUBS}:NodeInfoGcsServiceStub")(channel)
         try:
-            stub.CheckAlive(require(f"{MESSAGES}:CheckAliveRequest")(), timeout=timeout)
+            _check_alive(channel, timeout)
         except grpc.RpcError:
             return False
         return True

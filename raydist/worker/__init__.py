@@ -3,7 +3,7 @@
 Takes a spec of the rank from the agent of its node. Runs the job or the program, reports events and
 a heartbeat, saves states. Never imports Ray.
 
-    agreed.py             What a person asks of a raydist.fit, done by all ranks after the same step
+    agreed.py             Agreement of all ranks on a step, and what they do after it for a person
     backends/             The table of backends by name: each is a module that only a rank imports
     channel.py            A rank's channel to its agent: a socket for events, and a heartbeat page
     checkpoint.py         A job's own checkpoints: save a state, find the one to continue from

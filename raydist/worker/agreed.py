@@ -1,4 +1,4 @@
-"""What a person asks of a raydist.fit, done by all ranks after the same step. (rank side)"""
+"""Agreement of all ranks on a step, and what they do after it for a person. (rank side)"""
 
 from __future__ import annotations
 
@@ -21,39 +21,36 @@ class Action:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-class AgreedActions:
-    """The agreement of all ranks on the step after which they do something.
+class StepLimit:
+    """The step after which a rank pauses, until it knows the step that is common to all ranks.
 
     Each rank replies with the step after its current one, and makes no step after that until it
-    knows the common one, which is the largest of these (as in context.StopRequest). The reply comes
-    from another thread, so a rank that waits in a collective replies too.
+    knows the common one, which is the largest of these. Therefore no rank is beyond the common
+    step, even if a host runs ahead of its device. The reply comes from another thread, so a rank
+    that waits in a collective replies too.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, done: int = 0) -> None:
+        """`done`: the step that is done."""
+        self._lock = threading.RLock()
         """Guards all but the event."""
-        self._done = NOT_IN_FIT
+        self._done = done
         self._limit: int | None = None
         """The step after which the rank pauses."""
-        self._actions: list[Action] = []
         self._known = threading.Event()
         """Set when a paused rank can continue."""
 
     def begin(self, step: int) -> None:
-        """Note that a fit begins after this step; NOT_IN_FIT: that it has ended."""
+        """Set the number of steps that are done at the beginning."""
         with self._lock:
             self._done = step
-            if step == NOT_IN_FIT:
-                self._actions.clear()
 
     def hold(self) -> int:
-        """Ask the rank to pause after its next step; return that step, or NOT_IN_FIT.
+        """Ask the rank to pause after its next step; return that step.
 
-        Another thread calls it.
+        Another thread may call it.
         """
         with self._lock:
-            if self._done == NOT_IN_FIT:
-                return NOT_IN_FIT
             if self._limit is None:
                 self._limit = self._done + 1
                 self._known.clear()
@@ -65,12 +62,31 @@ class AgreedActions:
             self._limit = None
             self._known.set()
 
+
+class AgreedActions(StepLimit):
+    """The agreement of all ranks on the step after which they do something."""
+
+    def __init__(self) -> None:
+        super().__init__(NOT_IN_FIT)
+        self._actions: list[Action] = []
+
+    def begin(self, step: int) -> None:
+        """Note that a fit begins after this step; NOT_IN_FIT: that it has ended."""
+        with self._lock:
+            super().begin(step)
+            if step == NOT_IN_FIT:
+                self._actions.clear()
+
+    def hold(self) -> int:
+        """Ask the rank to pause after its next step; return that step, or NOT_IN_FIT."""
+        with self._lock:
+            return NOT_IN_FIT if self._done == NOT_IN_FIT else super().hold()
+
     def agree(self, action: Action) -> None:
         """Let a paused rank continue, and do this after its step."""
         with self._lock:
             self._actions.append(action)
-            self._limit = None
-            self._known.set()
+            self.release()
 
     def due(self, step: int) -> list[Action]:
         """Note that a step is done; return what is to be done after it.

@@ -7,7 +7,6 @@ import operator
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from raydist.settings.mesh import MeshShape, mesh_shape
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import RaydistError
 from raydist.shared.kinds import Event
-from raydist.worker.agreed import NOT_IN_FIT, AgreedActions
+from raydist.worker.agreed import NOT_IN_FIT, AgreedActions, StepLimit
 from raydist.worker.heartbeat import PHASES
 
 if TYPE_CHECKING:
@@ -82,47 +81,16 @@ class Rank:
         )
 
 
-class StopRequest:
+class StopRequest(StepLimit):
     """The request to stop after a step that is the same on all ranks.
 
-    Other ranks can continue after it. Each rank replies with its current step, and makes no step
-    after it until it knows the common one, which is the largest of these. Therefore no rank is
-    beyond the common step, even if a host runs ahead of its device. The reply comes from another
-    thread, so a rank that waits in a collective replies too.
+    Other ranks can continue after it.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        """Guards the steps."""
-        self._done = 0
-        self._limit: int | None = None
-        """The step after which the rank pauses."""
+        super().__init__()
         self._common: int | None = None
         """The step after which all ranks stop."""
-        self._known = threading.Event()
-        """Set when a paused rank can continue or stop."""
-
-    def begin(self, step: int) -> None:
-        """Set the number of steps that are done at the beginning."""
-        with self._lock:
-            self._done = step
-
-    def hold(self) -> int:
-        """Ask the rank to pause after its current step; return that step.
-
-        Another thread may call it.
-        """
-        with self._lock:
-            if self._limit is None:
-                self._limit = self._done + 1
-                self._known.clear()
-            return self._limit
-
-    def release(self) -> None:
-        """Let a paused rank continue, because not all ranks hold."""
-        with self._lock:
-            self._limit = None
-            self._known.set()
 
     def stop_after(self, step: int) -> None:
         """Let the rank continue to this step, and stop after it."""
