@@ -81,11 +81,12 @@ def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ..
         [rank for rank in range(4) if before[rank] == after[rank]]
         for before, after in itertools.pairwise(ran)
     ]
-    could = [[0, 2, 3], [0, 2, 3], [1, 2, 3], [0, 1], [1, 2, 3]]
-    for these, those in zip(stayed, could, strict=False):
-        assert {*these} <= {*those}
+    killed = [{1}, {1}, {0}, {2, 3}, {0}]
+    # Of two at once, one may be replaced before the other has come to its step: it lives on.
+    assert not any(gone <= {*kept} for gone, kept in zip(killed, stayed, strict=False))
     # On a busy machine, or in gloo, a rank may be stuck: then it is forked too.
-    assert sum(these == those for these, those in zip(stayed, could, strict=False)) > 1
+    as_few = [{*range(4)} - gone == {*kept} for gone, kept in zip(killed, stayed, strict=False)]
+    assert sum(as_few) > 1
     # a restart that made no step before the next failure, or the end, is in no event
     kept = {event["number"]: event.get("kept", []) for event in events(done, "restarted")}
     assert kept.items() <= dict(enumerate(stayed, 1)).items()
