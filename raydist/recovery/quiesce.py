@@ -67,19 +67,20 @@ class Quiesce(AbstractContextManager["Quiesce"]):
     def agree(self) -> int | None:
         """Have every rank hold, then stop after the largest current step of all; return that step.
 
-        Returns None if a rank did not answer in time, such as one that compiles; all continue.
-        Returns -1 if a rank has ended, of which its agent notifies the supervisor, or the attempt
-        is over.
+        Returns None if a rank did not answer in time, such as one that compiles, and -1 if one has
+        ended, of which its agent notifies the supervisor; the others continue. Returns -1 if the
+        attempt is over.
         """
         replies = self._ask_each(HoldRank())
         wait(replies, timeout=REPLY_S)
-        failed = any(reply.done() and reply.exception() is not None for reply in replies)
-        if failed or self._closed.is_set():
+        if self._closed.is_set():
             return -1
-        if not all(reply.done() for reply in replies):
-            # They would be paused until the run is ended for a hang.
+        ended = any(reply.done() and reply.exception() is not None for reply in replies)
+        if ended or not all(reply.done() for reply in replies):
+            # They would be paused until the run is ended for a hang. A rank that has finished ends
+            # no attempt, and others may not wait for it, as with Horovod's process sets.
             self._ask_each(ReleaseRank())
-            return None
+            return -1 if ended else None
         step = max(reply.result() for reply in replies)
         self._ask_each(StopAfter(step))
         return step

@@ -36,6 +36,7 @@ class Ranks:
         self.busy: set[int] = set()
         """Ranks that answer no request now, as one that compiles and keeps the GIL; they handle it
         later."""
+        self.ended: set[int] = set()
         self._late: list[Callable[[], Any]] = []
         self._sync, self._barrier = sync, threading.Barrier(len(done))
         self.threads = [
@@ -58,6 +59,8 @@ class Ranks:
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
         reply: Future[Any] = Future()
         match request:
+            case HoldRank() if rank in self.ended:
+                reply.set_exception(LaunchError("the rank has ended"))
             case HoldRank() if rank in self.busy:
                 self._late.append(self.requests[rank].hold)
             case HoldRank():
@@ -134,28 +137,24 @@ def test_ranks_that_have_not_begun_stop_where_the_others_do() -> None:
 
 
 class Recorder:
-    """A group that records requests. Rank 1 may have ended."""
+    """A group that records requests."""
 
-    def __init__(self, ended: bool = False) -> None:
+    def __init__(self) -> None:
         self.plan = planned(2, per_node=1)
         self.sent: list[tuple[int, Request[Any]]] = []
-        self._ended = ended
         self.requested = threading.Event()
 
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
         reply: Future[Any] = Future()
-        if self._ended and rank == 1:
-            reply.set_exception(LaunchError("the rank has ended"))
-        else:
-            reply.set_result({0: 5, 1: 8}[rank])
+        reply.set_result({0: 5, 1: 8}[rank])
         self.sent.append((rank, request))
-        if len(self.sent) == 4 or (self._ended and len(self.sent) == 2):
+        if len(self.sent) == 4:
             self.requested.set()
         return reply
 
 
-def quiesce(script: bool = False, ended: bool = False) -> tuple[Quiesce, Recorder]:
-    group = Recorder(ended)
+def quiesce(script: bool = False) -> tuple[Quiesce, Recorder]:
+    group = Recorder()
     return Quiesce(cast("WorkerGroup", group), script), group
 
 
@@ -202,7 +201,20 @@ def test_a_second_request_asks_nothing_again() -> None:
     assert group.sent == [*HOLD, *AFTER_8]
 
 
-def test_no_rank_is_told_a_step_where_one_has_ended() -> None:
-    one, group = quiesce(ended=True)
-    one.agree()
-    assert group.sent == HOLD
+def test_a_rank_that_has_ended_holds_no_other() -> None:
+    """It may have finished before ranks that do not wait for it, as with Horovod's process sets."""
+    ranks = Ranks(sync=10**9)
+    ranks.ended = {2}
+    for thread in ranks.threads[:2]:
+        thread.start()
+    assert Quiesce(cast("WorkerGroup", ranks), script=False).agree() == -1
+    before = ranks.steps[:2]
+    wait_until(
+        lambda: all(now >= was + 20 for now, was in zip(ranks.steps[:2], before, strict=True)),
+        "the others continue",
+    )
+    for request, thread in zip(ranks.requests[:2], ranks.threads[:2], strict=True):
+        request.hold()
+        request.stop_after(0)
+        thread.join(10)
+        assert not thread.is_alive()
