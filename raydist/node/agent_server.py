@@ -320,6 +320,7 @@ class AgentServer:
                 continue
             if buffers is not None:
                 buffers.release(agent)
+                del self.memories[agent]
             self.leaving.remove(agent)
             agent.close()
 

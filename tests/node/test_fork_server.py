@@ -293,6 +293,29 @@ def test_the_server_disconnects_once_all_processes_of_an_agent_are_gone(tmp_path
     node.close()
 
 
+A_RUN_AFTER_ANOTHER = """
+import socket
+from pathlib import Path
+from raydist.node.agent_server import AgentServer
+from raydist.node.snapshots import SnapshotBuffers
+
+server = AgentServer(socket.socket(), "fork")
+for run in (Path("first"), Path("second")):
+    agent, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.watch(agent, lambda: None)
+    server.memories[agent] = SnapshotBuffers(run, run, agents={agent})
+    server.disconnect(agent)
+    server.reap()
+    print(len(server.memories), end=" ")
+"""
+
+
+def test_a_server_that_is_kept_forgets_the_runs_that_are_over(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", A_RUN_AFTER_ANOTHER]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "0 0 ", done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_new_rank_can_be_ended_at_once(warm: Node, number: signal.Signals) -> None:
     for _ in range(
