@@ -52,12 +52,13 @@ def curves_of(events: Iterable[Event]) -> tuple[dict[str, Line], list[int]]:
 
     The curves are those of the run's page, without values that are not numbers.
     """
-    curves, restarts = dict[str, Curve](), list[int]()
+    curves, restarts, newest = dict[str, Curve](), list[int](), 0
     for event in events:
         match event:
-            case kinds.Restart():
-                restarts.append(event.step)
+            case kinds.StartsAttempt():
+                restarts.append(event.step if isinstance(event, kinds.Restart) else newest)
             case kinds.Report(rank=0) if event.step is not None:
+                newest = event.step
                 add_report(curves, event, event.step)
     found: dict[str, Line] = {}
     for name, curve in curves.items():

@@ -49,6 +49,16 @@ def test_what_is_no_number_is_left_out() -> None:
     assert "<b>" not in svg("<b>", [(1, 1.0)])
 
 
+def test_a_change_of_the_number_of_nodes_is_marked_as_a_restart_is() -> None:
+    reports = [kinds.Report(rank=0, step=step, values={"a": 1.0}) for step in (1, 2, 3)]
+    regroup, restart = (
+        kinds.Regroup(number=1, text="a node has joined"),
+        kinds.Restart(number=1, text="rank 1 was killed", step=3),
+    )
+    _, restarts = curves_of([*reports[:2], regroup, reports[2], restart])
+    assert restarts == [2, 3]
+
+
 CELL = """
 import time
 import raydist
