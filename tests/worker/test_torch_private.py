@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from raydist.messages.rank import Collective, TellActivity
 from raydist.messages.wire import encode
@@ -187,6 +189,28 @@ def test_a_library_with_which_steps_are_not_timed_is_named(
     (warning,) = [each for each in first.events if each["kind"] == "warning"]
     assert f"has no {missing}: slow ranks are not named" in warning["text"]
     assert not [each for each in second.events if each["kind"] == "warning"]
+
+
+def limit_before_torch_2_15(job: Job) -> float:
+    """Return the limit of a group after a change of it, which only a private function can make."""
+    import torch
+    import torch.distributed as dist
+
+    group: Any = dist.new_group()
+    library: Any = dist
+    library.distributed_c10d = SimpleNamespace(_set_pg_timeout=distributed_c10d._set_pg_timeout)
+    torch_private.set_timeout(group, timedelta(seconds=77))
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit.total_seconds()
+
+
+@pytest.mark.skipif(
+    not hasattr(distributed_c10d, "_set_pg_timeout"), reason="this torch has only the public name"
+)
+def test_the_limit_of_a_group_is_changed_without_the_public_name(tmp_path: Path) -> None:
+    for result in run_ranks(2, GLOO, limit_before_torch_2_15, tmp_path):
+        assert result.error == ""
+        assert result.value == 77
 
 
 class FlatScaler:
