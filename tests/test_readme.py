@@ -165,38 +165,6 @@ def test_the_readme_names_every_page() -> None:
     ] == []
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize("how", ["raydist", "torchrun", "alone"])
-def test_its_example_runs_all_three_ways(
-    tmp_path: Path, ray_address: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (example,) = [
-        code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "def job" in code
-    ]
-    (tmp_path / "mine.py").write_text(example)
-    command = {
-        "raydist": ["-m", "raydist.train", "job=mine.py", "job.args.hidden=64"],
-        "torchrun": [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            "mine.py",
-        ],
-        "alone": ["mine.py"],
-    }[how]
-    monkeypatch.setenv("RAY_ADDRESS", ray_address)
-    ended = subprocess.run(
-        [sys.executable, *command, "train.epochs=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "loss" in ended.stdout
-
-
 def test_a_wrong_setting_is_answered_as_it_shows(tmp_path: Path) -> None:
     (shown,) = re.findall(r"\$ raydist train (\S+)\n +error: (.*?) …", README)
     ended = subprocess.run(

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from raydist.settings import compose
+from raydist.settings.config import Job
 from tests.conftest import ROOT
 from tests.horovod_ranks import requires_horovod
 from tests.mpi_programs import SUM, requires_openmpi
@@ -40,6 +42,22 @@ NEEDS = {
     "model=small_cnn_rgb": ("job=synthetic", "job.args.samples=256", "job.args.size=8"),
 }
 """What a choice needs next to it."""
+SAME_JOB = {
+    ("backend=auto",): ("job=digits",),
+    ("fabric=auto",): ("job=digits",),
+    ("model=small_cnn",): ("job=digits",),
+    ("optim=adamw",): ("job=digits",),
+    ("parallel=ddp",): ("job=digits",),
+    ("restart=some",): ("job=digits",),
+    ("scale=local",): ("job=digits",),
+    ("model=gpt", "job=gpt"): ("job=gpt",),
+    ("parallel=ddp", "job=gpt"): ("job=gpt",),
+    ("model=small_cnn_rgb", *NEEDS["model=small_cnn_rgb"]): (
+        "job=synthetic",
+        *NEEDS["job=synthetic"],
+    ),
+}
+"""Choices that are the default: they give the same Job as other words, and those run."""
 REFUSED = {
     r"backend=nccl": "this machine has no GPU",
     r"backend=ucc": "torch has no UCC",
@@ -111,9 +129,10 @@ def choices() -> Iterator[tuple[str, ...]]:
     both kinds of model."""
     for path in sorted(ROOT.glob("conf/*/*.yaml")):
         word = f"{path.parent.name}={path.stem}"
-        yield (word, *NEEDS.get(word, ()))
-        if path.parent.name == "parallel":
-            yield (word, "job=gpt")
+        both = ("job=gpt",) if path.parent.name == "parallel" else ()
+        for words in ((word, *NEEDS.get(word, ())), *((word, each) for each in both)):
+            if words not in SAME_JOB:
+                yield words
 
 
 def run(folder: Path, address: str, words: tuple[str, ...], ranks: int) -> Program:
@@ -180,6 +199,19 @@ def started(program: Program) -> bool:
 def test_a_choice(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str) -> None:
     program = run(tmp_path, ray_address, short("raydist.train", *words), ranks)
     assert_ends(program, expected_code(words, ranks))
+
+
+@pytest.mark.parametrize(("words", "others"), SAME_JOB.items(), ids=str)
+def test_a_default_that_is_typed_changes_nothing(
+    words: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    assert composed(words) == composed(others)
+
+
+def composed(words: tuple[str, ...]) -> Job:
+    """Return the Job of a command for two ranks."""
+    _, *rest = short("raydist.train", *words)
+    return compose.compose([word.replace("{ranks}", "2") for word in (*rest, "hydra.run.dir=run")])
 
 
 def short(module: str, *words: str) -> tuple[str, ...]:
