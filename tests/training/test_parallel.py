@@ -19,6 +19,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed import pipelining
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -440,6 +441,33 @@ def test_a_pipeline_goes_on_under_another_division(folder: Path, tmp_path: Path)
         2, replace(BASE, parallel=Parallel("pp")), digits, tmp_path, {"RAYDIST_RESUME": str(at)}
     )
     assert all("this state does not fit the model" in one.error for one in results)
+
+
+def on_torch_2_8(job: Job) -> tuple[int, dict[str, float]]:
+    """Train with a schedule that refuses fewer micro-batches than stages, as that of torch 2.8."""
+    refused = list[int]()
+
+    class Schedule(pipelining.ScheduleGPipe):
+        def __init__(self, stage: Any, n_microbatches: int) -> None:
+            if n_microbatches < stage.num_stages:
+                refused.append(n_microbatches)
+                raise ValueError("n_microbatches must be at least the number of stages")
+            super().__init__(stage, n_microbatches)
+
+    library: Any = pipelining
+    library.ScheduleGPipe = Schedule
+    figures = digits(job)
+    return len(refused), figures
+
+
+def test_torch_2_8_evaluates_batches_that_cannot_be_split(tmp_path: Path) -> None:
+    job = replace(BASE, parallel=PP, train=Train(steps=2))
+    values = [
+        [one.value for one in succeeded(run_ranks(2, job, train, tmp_path / train.__name__))]
+        for train in (digits, on_torch_2_8)
+    ]
+    assert [figures for _, figures in values[1]] == values[0]
+    assert all(refused for refused, _ in values[1])
 
 
 def test_plain_torch_loads_it_in_one_process(folder: Path) -> None:
