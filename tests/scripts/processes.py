@@ -5,6 +5,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import sys
+import warnings
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -47,6 +48,8 @@ if __name__ == "__main__":
         2, mp_context=multiprocessing.get_context(method)
     ) as pool:
         assert list(pool.map(square, range(5))) == [0, 1, 4, 9, 16]
+    # Python 3.12 and newer warn of a fork in a process with threads; a rank has one.
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)
     if (pid := os.fork()) == 0:
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5

@@ -326,14 +326,17 @@ def test_reports_of_a_script_are_received() -> None:
 def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None:
     """Python ignores SIGPIPE and SIGXFSZ, and a program that is exec'ed inherits that."""
     ask = ["sh", "-c", "grep SigIgn /proc/self/status"]
-    direct = subprocess.run(ask, capture_output=True, text=True, check=True).stdout
+
+    def ignored(text: str) -> int:
+        # glibc's posix_spawn, which subprocess uses from Python 3.13 on, ignores its own 32 and 33
+        return int(text.split()[-1], 16) & (1 << 31) - 1
+
+    def output(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    direct = ignored(output(*ask))
     code = f"from raydist.worker import program; program.execute({ask})"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        == direct
-    )
+    assert ignored(output(sys.executable, "-c", code)) == direct
     (log := tmp_path / "log").touch()
     spec = f"ProgramSpec({tuple(ask)}, dict(os.environ), '/')"
     code = (
@@ -342,4 +345,4 @@ def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None
         f"os.fork() or main.run_program({spec}, os.open({str(log)!r}, os.O_WRONLY)); os.wait()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert log.read_text() == direct
+    assert ignored(log.read_text()) == direct
