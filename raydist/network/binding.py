@@ -1,8 +1,9 @@
 """(scale.numa, NUMA nodes and GPUs of a machine) -> the CPUs to which its ranks are bound. (pure)
 
-The modes are those of torchrun's --numa-binding (torch/numa/binding.py). Memory needs no separate
-binding: Linux puts a page on the NUMA node of the CPU that touches it first, and a rank is bound
-before it runs its own code.
+The modes are those of torchrun's --numa-binding (torch/numa/binding.py). torch 2.8 has no
+torch.numa; in torch 2.15 only its options are public, it binds no rank without a GPU, and it needs
+the program numactl. Memory needs no separate binding: Linux puts a page on the NUMA node of the CPU
+that touches it first, and a rank is bound before it runs its own code.
 """
 
 from __future__ import annotations
