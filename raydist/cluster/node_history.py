@@ -27,7 +27,7 @@ from raydist.cluster.placement import Plan
 from raydist.settings.config import Job
 from raydist.shared import env_names, home, kinds
 from raydist.shared.events import Events
-from raydist.shared.outcome import End, Slow
+from raydist.shared.outcome import BROKEN_GPU, End, Slow
 from raydist.shared.rank_names import counted
 
 KEEP_S = 30 * 86400.0
@@ -46,14 +46,6 @@ NODE_DIED = re.compile(
 
 It terminates a drained node "expectedly"; an actor that the memory monitor killed is the job's
 fault.
-"""
-BROKEN_GPU = re.compile(
-    r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC "
-    r"error encountered"
-)
-"""Texts of CUDA for a broken GPU (cudaGetErrorString, nvidia-smi).
-
-Most other CUDA errors are the program's fault.
 """
 HOLD_S = 2
 """Longest wait for the CPUs of the avoided nodes."""

@@ -1,4 +1,4 @@
-"""Determines by NVML whether the GPU of a rank that makes no progress is broken. (actor)"""
+"""Determines by NVML whether the GPU of a silent or failed rank is broken. (actor)"""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ UNCORRECTED, VOLATILE = 1, 0
 """A kind of memory errors, and their counter since the driver was loaded (nvml.h)."""
 
 
-async def find_fault(env: Mapping[str, str], within_s: float) -> str:
+async def find_fault(env: Mapping[str, str], within_s: float, lost_only: bool = False) -> str:
     """Return what `gpu_fault` does; empty if NVML does not answer in time, or has no answer."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[str] = loop.create_future()
 
     def ask() -> None:
-        text = gpu_fault(env)
+        text = gpu_fault(env, lost_only)
         with contextlib.suppress(RuntimeError):  # the agent has closed meanwhile
             loop.call_soon_threadsafe(found.set_result, text)
 
@@ -32,8 +32,11 @@ async def find_fault(env: Mapping[str, str], within_s: float) -> str:
     return found.result() if found.done() else ""
 
 
-def gpu_fault(env: Mapping[str, str]) -> str:
-    """Return what is wrong with the GPU of a rank that has these variables; empty if nothing is."""
+def gpu_fault(env: Mapping[str, str], lost_only: bool = False) -> str:
+    """Return what is wrong with the GPU of a rank that has these variables; empty if nothing is.
+
+    `lost_only`: without memory errors, which may be older than the run.
+    """
     name = own_gpu(env)
     try:
         nvml = ctypes.CDLL(NVML)
@@ -47,7 +50,7 @@ def gpu_fault(env: Mapping[str, str]) -> str:
         nvml.nvmlShutdown()
     if code == LOST:
         return f"NVML reports that GPU {name} is lost: it has fallen off the bus"
-    if code or not errors:  # a GPU of a workstation counts no errors
+    if code or lost_only or not errors:  # a GPU of a workstation counts no errors
         return ""
     counted = "1 uncorrectable ECC error" if errors == 1 else f"{errors} uncorrectable ECC errors"
     return f"NVML has counted {counted} of GPU {name} since its driver was loaded"

@@ -59,8 +59,8 @@ PARK_S = 3.0
 """Seconds that a rank has to leave its step before it is killed: a new process has made its first
 step by then."""
 ANSWER_S = 3.0
-"""Seconds that a busy rank has to answer. A signal handler that interrupts its Python code may
-crash it."""
+"""Seconds that NVML or a busy rank has to answer. A signal handler that interrupts its Python code
+may crash it."""
 
 
 class ForkedRank(NamedTuple):
@@ -373,9 +373,13 @@ class RankProcess:
             await asyncio.wait({ended}, timeout=1.0)
             if not ended.done() and self._server.quiet() > SERVER_S:
                 self._server.end_server()
-        self._note_end(RankEnd(**vars(ended.result())))
+        end = self._with_causes(RankEnd(**vars(ended.result())))
+        self.end = replace(end, lost_gpu=await self._find_lost_gpu(end))
+        self.reports.due.set()
+        self.channel.note_end()
 
-    def _note_end(self, end: RankEnd) -> None:
+    def _with_causes(self, end: RankEnd) -> RankEnd:
+        """Return the end with what the agent and the kernel know about its cause."""
         end = replace(
             self._explain(end),
             stop_requested=self._stop_requested,
@@ -389,6 +393,14 @@ class RankProcess:
                 else (oom.other_victims(self._oom_count), False)
             )
             end = replace(end, why=why, oom="kernel" if by_kernel else "")
-        self.end = end
-        self.reports.due.set()
-        self.channel.note_end()
+        return end
+
+    async def _find_lost_gpu(self, end: RankEnd) -> str:
+        """Return that the GPU of a rank that failed is lost; empty if it is not.
+
+        The restart waits for NVML, so a rank that was killed is not asked about.
+        """
+        failed = self.reports.raised or end.code or end.signal not in (0, signal.SIGKILL)
+        if end.stop_requested or not failed:
+            return ""
+        return await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from raydist.shared import kinds
-from raydist.shared.outcome import End
+from raydist.shared.outcome import BROKEN_GPU, End
 from raydist.shared.rank_names import name_ranks
 
 SAID = 500
@@ -44,9 +44,9 @@ NETWORK_WORDS = re.compile(
 """Messages after the death of a peer: those of gloo and TCPStore (torch 2.15, one of three ranks
 killed), NCCL, Horovod."""
 
-BROKEN_GPU = re.compile(r"uncorrectable ECC error|device-side assert triggered")
-"""CUDA's errors that only this rank's GPU, or its own kernel, causes, whoever reports them: NCCL's
-watchdog does so as a DistBackendError, or aborts."""
+OWN_KERNEL = re.compile(r"device-side assert triggered")
+"""CUDA's error that only this rank's own kernel causes, as only its own GPU causes BROKEN_GPU,
+whoever reports them: NCCL's watchdog does so as a DistBackendError, or aborts."""
 
 DISAGREE = re.compile(
     r"data size doesn't match expected size|op\.preamble\.length"
@@ -158,7 +158,7 @@ def _guilt(end: End) -> int:
     MPI_Finalize, which needs the other ranks (MPICH 5 ends by SIGSEGV there if another rank calls
     MPI_Abort). 2: a network error.
     """
-    if disagree(end) or BROKEN_GPU.search(end.message):
+    if disagree(end) or BROKEN_GPU.search(end.message) or OWN_KERNEL.search(end.message):
         return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
         return 2

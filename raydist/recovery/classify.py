@@ -77,6 +77,7 @@ def classify_end(
     error = _raised(end, report, rank)
     if error:
         error = replace(error, message=with_cuda_error(error.message, log_tail))
+        error = _with_lost_gpu(error, report)
     # The last ranks of a stop or of a hang lose their peers: such an error did not end them.
     if error and not (is_victim(error) and _follows(error, attempt)):
         return error
@@ -91,7 +92,15 @@ def classify_end(
         return replace(end, how="ended")
     if end.signal == signal.SIGABRT and not end.message:
         end = replace(end, message=last_words(log_tail))
+    end = _with_lost_gpu(end, report)
     return replace(end, how="killed" if end.signal else "exited" if end.code else "finished")
+
+
+def _with_lost_gpu(end: End, report: RankEnd) -> End:
+    """Add to the message that the rank's GPU is lost, if it is: CUDA's errors do not say so."""
+    if not report.lost_gpu:
+        return end
+    return replace(end, message="; ".join(filter(None, [end.message, report.lost_gpu])))
 
 
 def _follows(error: End, attempt: AttemptRecord) -> bool:

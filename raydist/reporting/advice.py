@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 from raydist.recovery.blame import disagree, is_victim
-from raydist.shared.outcome import End
+from raydist.shared.outcome import BROKEN_GPU, End
 
 RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
     (
@@ -58,7 +58,7 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "-STOP",
     ),
     (
-        lambda end: end.how == "hung" and "NVML" in end.message,
+        lambda end: bool(BROKEN_GPU.search(end.message)),
         "look at that GPU on its node: nvidia-smi -q -d ECC,ROW_REMAPPER, and dmesg for the Xid; "
         "reset it, or leave the node out",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +18,14 @@ EndKind = Literal[
 It raised an exception, exited with a code, was killed by a signal, was lost with its node or actor,
 hung and was stopped for it, was drained (stopped because its node will be taken away), was ended by
 mpirun, or was stopped by raydist.
+"""
+BROKEN_GPU = re.compile(
+    r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC "
+    r"error encountered"
+)
+"""Texts of CUDA and NVML for a broken GPU (cudaGetErrorString, nvidia-smi).
+
+Most other CUDA errors are the program's fault.
 """
 KilledBy = Literal["", "kernel", "ray"]
 """Which out-of-memory killer ended a rank: the kernel's, or Ray's memory monitor."""

@@ -133,6 +133,23 @@ def test_an_error_of_nccl_has_that_of_cuda_from_the_log() -> None:
     assert not log_tells_more(report(1), RAISED)
 
 
+@pytest.mark.parametrize(
+    ("end", "raised", "message"),
+    [
+        (report(1), RAISED, "nan; the GPU has fallen off the bus"),
+        (report(signum=6), None, "the GPU has fallen off the bus"),
+        (report(1), None, "the GPU has fallen off the bus"),
+    ],
+)
+def test_a_rank_whose_gpu_is_lost_says_so_and_is_no_victim(
+    end: RankEnd, raised: kinds.Raised | None, message: str
+) -> None:
+    lost = replace(end, lost_gpu="the GPU has fallen off the bus")
+    found = classify_end(lost, replace(RANK, raised=raised), AttemptRecord())
+    assert found.message == message
+    assert not is_victim(found)
+
+
 def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
     end = classify_end(stopped(signum=9), RANK, AttemptRecord(hang=HANG))
     assert (end.message, end.traceback) == (

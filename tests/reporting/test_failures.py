@@ -240,6 +240,8 @@ OOM = replace(KILLED, oom="kernel", why="out of memory: the kernel's out-of-memo
         (replace(RAISED, type="OSError", message="[Errno 28] No space left on device"), [], "", "space on the disk"),
         (replace(RAISED, type="ConfigError"), [], "", "correct the setting"),
         (RAISED, [], "", "last line shown"),
+        (replace(RAISED, message="CUDA error: unknown; GPU 1 has fallen off the bus"), [], "", "dmesg for the Xid"),
+        (replace(HUNG, message="silent; NVML has counted 2 uncorrectable ECC errors"), [], "", "dmesg for the Xid"),
         (replace(KILLED, how="drained", preempted=True), [], "nothing has failed", "if Ray found another node"),
     ],
 )  # fmt: skip
