@@ -80,6 +80,24 @@ def test_a_broken_gpu_is_the_cause_that_the_page_names(
     assert "the rank that failed first is not known" not in failure["reason"]
 
 
+def test_a_gpu_that_falls_off_the_bus_is_the_cause_that_the_page_names(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    """CUDA only says that its error is unknown."""
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "scale=1x2", "restart=none", f"env.HOME={tmp_path}"
+    )
+    run.wait_for_step(3, LIMIT_S)
+    four.change(1, replace(four.gpus[1], state="lost"))
+    assert run.wait(LIMIT_S) == 1, run.screen
+    page = (run.run_dir / "blame-1.txt").read_text()
+    assert "NVML reports that GPU 1 is lost: it has fallen off the bus" in page
+    assert "dmesg for the Xid" in page
+    (failure,) = run.events("failure")
+    assert failure["cause"]["rank"] == 1
+    assert "the rank that failed first is not known" not in failure["reason"]
+
+
 def test_memory_errors_that_only_nvml_knows_are_named_with_the_hang(
     four: FakeGpus, tmp_path: Path
 ) -> None:
@@ -147,6 +165,24 @@ def test_adams_step_is_that_of_each_rank_after_a_restart_from_memory(
     (back,) = run.events("restarted")
     assert (back["step"], back["repeated"]) == (5, 3)
     assert run.result()["metrics"]["weights"] == weights
+
+
+def test_a_fault_happens_though_its_step_was_reported_together_with_later_ones(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    run = finished(
+        tmp_path, f"job={JOBS}:reported_late", f"job.args.folder={tmp_path}", "scale=1x2",
+        "train.steps=30", "data.batch_size=4", "snapshot.every=1",
+    )  # fmt: skip
+    assert len(run.events("restarted")) == 2
+
+
+def test_the_bench_reads_its_clock_when_the_gpu_has_done_a_block(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    four.ask("slow-copies")
+    run = finished(tmp_path, f"job={JOBS}:blocks", "scale=1x1")
+    assert run.result()["metrics"]["done"]
 
 
 def test_a_rank_holds_its_part_of_the_gradients_between_passes(

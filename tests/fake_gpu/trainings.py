@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +18,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raydist
+from bench import keeping, recovery
+from raydist.state.device import CudaMark
+from raydist.training.snapshotter import Snapshotter
+from raydist.worker import context
 from tests import faults
 from tests.faults import kill
 
@@ -44,10 +51,55 @@ def on_hosts(config: Any, go: str) -> None:
     print("place", json.dumps([socket.gethostname(), uuid, *variables]))
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        time.sleep(0 if os.path.exists(go) else 0.5)
+        time.sleep(0 if os.path.exists(go) else 2)
         return nn.functional.cross_entropy(output, target)
 
     raydist.fit(config, train=samples(10), loss=loss, model=nn.Linear(10, 3))
+
+
+def reported_late(config: Any, folder: str) -> None:
+    """Train copies of a model; in the first two attempts the host of rank 1 seems to run ahead of
+    its GPU from the third step to the seventh, so that these are reported together, and rank 1 is
+    to be killed before their end: by a fault, then by the bench."""
+    attempt, calls = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
+    late, done = raydist.rank().rank == 1 and attempt < 2, CudaMark.done
+
+    def seen_done(self: CudaMark) -> bool:
+        return not (late and 3 <= calls < 7) and done(self)
+
+    CudaMark.done = seen_done  # type: ignore[method-assign]
+    faults.add_faults(kill(1, 5))
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls, step = calls + 1, context.current().step
+        if calls == 3:
+            recovery.STRUCK = step + 3
+        if late and attempt == 1:
+            recovery.strike(Path(folder), step, 1, 2)
+        return faults.cross_entropy(output, target)
+
+    raydist.fit(config, train=samples(10), loss=loss, model=nn.Linear(10, 3))
+
+
+def blocks(config: Any) -> None:
+    """Run a training of the bench in which each kept state is a copy that the GPU is late with;
+    report whether it was done at each begin and end of a block."""
+    here = raydist.rank().device
+    source, into = torch.ones(100, device=here), torch.empty(100, pin_memory=True)
+
+    def keep(self: Snapshotter, *_: Any) -> None:
+        into.copy_(source, non_blocking=True)
+
+    def read_clock() -> float:
+        """Return NaN while the GPU works."""
+        return time.perf_counter() if torch.cuda.current_stream().query() else math.nan
+
+    vars(keeping)["time"] = SimpleNamespace(perf_counter=read_clock)
+    keeping.BLOCK = 2
+    Snapshotter.step = keep  # type: ignore[method-assign,assignment]
+    pairs, _ = keeping.kept(1)
+    raydist.report(done=all(math.isfinite(time) for pair in pairs for time in pair))
 
 
 def accumulated(config: Any) -> None:

@@ -15,6 +15,7 @@ from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import blank_page
 from raydist.training import loop as fit
 from raydist.training import snapshotter
+from raydist.training.snapshot_interval import SnapshotInterval
 from raydist.training.snapshotter import OFFERS, Offer, choose_snapshot
 from raydist.worker import context
 from tests.lagging import Lagging, TurnHost
@@ -394,6 +395,21 @@ def test_the_cost_of_a_snapshot_is_the_time_of_the_device(
     assert keeper.interval.every == every
 
 
+def test_the_wait_for_the_copy_of_the_snapshot_before_is_no_cost_of_this_one() -> None:
+    """Of models in shards a node sends a copy to the next one: that took a hundred steps, of which
+    each snapshot of the first steps waited for one copy, so one in ten thousand steps was kept."""
+    device = Lagging()
+
+    def wait_for_copy() -> None:
+        device.launch(lambda: None, s=10.0)
+
+    interval = SnapshotInterval(None, Alone(), device, wait_for_copy, lambda: 10.0)  # type: ignore[arg-type]
+    for step in range(1, 9):
+        device.launch(lambda: None, s=0.1)
+        interval.step(step, lambda: device.launch(lambda: None, s=0.003))
+    assert interval.every == 100
+
+
 def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descriptor: int) -> None:
     for fixed in (1, None):
         device = Lagging()
@@ -405,16 +421,19 @@ def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descripto
         assert len(keeper.interval._steps) + len(keeper.interval._costs) < 100
 
 
+class Alone:
+    """The communication of one rank."""
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+
 def made_snapshotter(
     monkeypatch: pytest.MonkeyPatch, descriptor: int, device: Lagging, every: int | None = None
 ) -> Any:
     """Return the Snapshotter of a run with one rank."""
     from raydist.settings.config import Job, Snapshot
     from raydist.worker import checkpoint
-
-    class Alone:
-        def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-            return [tensor]
 
     monkeypatch.setattr(snapshotter, "device_of", lambda _: device)
     monkeypatch.setattr(checkpoint, "own_memory", lambda: SnapshotBuffer(descriptor, device))
