@@ -19,7 +19,7 @@ RUN    := $(BIN)/python -m
 TESTS  := pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
-.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest matrix docs horovod bench gpu image rig clean
+.PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest matrix docs horovod bench gpu fake-gpu image rig clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -102,6 +102,9 @@ bench: $(VENV)/.installed  ## the figures of bench/README.md, side by side with 
 gpu: $(VENV)/.tested  ## tests, figures and network of this machine's GPUs, one report: gpu-report.md (docs/gpu.md)
 	$(PIP) --editable '.[bench]'
 	$(RUN) bench gpu
+
+fake-gpu: $(VENV)/.tested  ## make gpu on 1, 4 and 8 GPUs that compute nothing (gcc and a CUDA build of torch; half an hour)
+	RAYDIST_FAKE_GPU=1 $(RUN) pytest -rP tests/fake_gpu/test_make_gpu.py
 
 image: $(VENV)/.tested  ## build the image of deploy/docker and run it on two hosts (root, podman, 16 GB below /var/tmp)
 	RAYDIST_IMAGE=1 $(RUN) pytest tests/deploy/test_image.py

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bench.measure import BACKEND, RANKS, SMALL, alternate, machine
 
+ROOT = Path(__file__).parents[1]
 REPORT = Path("gpu-report.md")
 LIMIT_S = 1800.0
 COUNT = (
@@ -71,9 +72,8 @@ PARTS = {
 
 
 def tests(rounds: int) -> Figure:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs"], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, flush=True)
     return (done.stdout.strip().splitlines() or [done.stderr])[-1].strip("= "), done.returncode == 0
 

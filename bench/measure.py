@@ -45,9 +45,9 @@ def rank_device() -> torch.device:
 
 def alternate(sides: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     """Every side once per round, in turn; the figures of each. A first turn of each side is thrown
-    away."""
+    away, except where figures are without meaning (`SMALL`)."""
     figures: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
+    for number in range(int(SMALL), rounds + 1):
         for name, turn in sides.items():
             figure = turn()
             print(

@@ -37,14 +37,35 @@ def test_trainings_of_the_gpu_tests_pass_on_eight_gpus(machine: Machine) -> None
     assert "2 passed" in tests
 
 
+def report_of(folder: Path, *words: str) -> str:
+    """Return the report of `make gpu`, in which no part has failed."""
+    run(folder, "bench", "gpu", "--rounds", "1", *words)
+    report = (folder / gpu.REPORT).read_text()
+    assert all(each in report for each in gpu.ONLY_REAL)
+    assert "FAILED" not in report
+    assert "MISSED" not in report
+    return report
+
+
 def test_the_report_of_two_gpus_says_what_they_cannot_show(
     machine: Machine, tmp_path: Path
 ) -> None:
     machine(2)
-    run(tmp_path, "bench", "gpu", "--parts", "keeping,network", "--rounds", "1")
-    report = (tmp_path / gpu.REPORT).read_text()
+    parts = [name for name in gpu.PARTS if name != "tests"]
+    report = report_of(tmp_path, "--parts", ",".join(parts))
     assert "2 x Fake GPU" in report
     assert "of 2 pairs of blocks" in report
-    assert "| it runs; the figure is without meaning |" in report
-    assert "FAILED" not in report
-    assert all(each in report for each in gpu.ONLY_REAL)
+    assert report.count("| it runs; the figure is without meaning |") == len(parts) - 1
+
+
+@pytest.mark.skipif(not os.environ.get("RAYDIST_FAKE_GPU"), reason="`make fake-gpu` runs them")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_make_gpu_from_end_to_end(machine: Machine, tmp_path: Path, count: int) -> None:
+    machine(count)
+    report = report_of(tmp_path)
+    print(report)
+    assert f"{count} x Fake GPU" in report
+    (tests,) = [line for line in report.splitlines() if line.startswith("| the GPU tests")]
+    assert "10 passed" in tests or (count == 1 and "9 passed, 1 skipped" in tests)
+    assert report.count("not run") == (count == 1)  # the bandwidth needs two
