@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,7 @@ def test_make_gpu_from_end_to_end(machine: Machine, tmp_path: Path, count: int) 
     report = report_of(tmp_path)
     print(report)
     assert f"{count} x Fake GPU" in report
-    (tests,) = [line for line in report.splitlines() if line.startswith("| the GPU tests")]
-    assert "10 passed" in tests or (count == 1 and "9 passed, 1 skipped" in tests)
+    passed = re.search(r"\| (\d+) passed.*\| reached \|", report)
+    assert passed is not None
+    assert int(passed[1]) > 10
     assert report.count("not run") == (count == 1)  # the bandwidth needs two
