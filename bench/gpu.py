@@ -35,6 +35,7 @@ ONLY_REAL = (
     "the driver, NCCL's transports, topology and plug-ins, GPUDirect, CUDA graphs, cuDNN, "
     "the code that torch.compile makes for GPUs",
     "how far the host runs ahead: here it waits at each kernel for what precedes it in its stream",
+    "profiles: torch's profiler asks the driver's CUPTI, and `raydist profile` crashes the ranks",
     "how much memory of a GPU other processes use: each counts only its own",
 )
 """What the fake GPUs of the tests cannot show."""

@@ -33,6 +33,7 @@ COMMANDS = (
     Command("stacks", "tools.stacks", "show where in their programs the ranks of a run are"),
     Command("exec", "tools.exec", "run a command where a rank runs, as nvidia-smi"),
     Command("debug", "tools.debug", "enter pdb in a rank, or where breakpoint() waits"),
+    Command("profile", "tools.profile", "profile the same steps of all ranks, in one file"),
     Command("save", "tools.save", "have a run save a checkpoint now, without stopping"),
     Command("stop", "tools.stop", "stop a run as Ctrl-C does, its state saved"),
     Command("sweep", "tools.sweep", "run a job with many settings, side by side"),

@@ -6,6 +6,7 @@ Data classes, and their encoding as bytes. Both ends of a wire import its types 
     checkup.py            Driver and agent: the doctor's check-up of a node
     mpirun.py             Driver and agent: mpirun and its daemons
     operate.py            Command and driver: look into a run, and steer it
+    profile.py            What a rank notes in the trace of its profile
     rank.py               Agent and rank: pause, continue, and what the rank is doing
     request.py            Requests of the driver to agents, with typed replies, and their transport
     server.py             Agent and fork server: fork, signal and watch processes

@@ -271,6 +271,8 @@ class RankStatus:
     """As in RankNews."""
     held: str = ""
     """As DebuggerNews.place."""
+    at: float = 0.0
+    """When it was read, in seconds since the epoch on the clock of its node."""
 
 
 @dataclass(frozen=True)

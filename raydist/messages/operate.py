@@ -119,6 +119,19 @@ class DebuggerState(OperateMessage):
 
 
 @dataclass(frozen=True)
+class MakeProfile(OperateMessage):
+    """Profile these ranks; reply with TextReply when it begins, and when its file is complete."""
+
+    ranks: Sequence[int]
+    """Empty: all."""
+    steps: int
+    """0: for some seconds."""
+    seconds: float
+    memory: bool
+    """Whether to take a snapshot of the GPUs' memory too."""
+
+
+@dataclass(frozen=True)
 class SaveNow(OperateMessage):
     """Have all ranks save a checkpoint; reply with TextReply before and after."""
 

@@ -62,6 +62,8 @@ class Holding(RankReply):
     """
 
     step: int
+    fit: int = 0
+    """The number of the raydist.fit whose step it is; 0: a step of an optimizer outside of one."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class ReleaseRank(Request[None], RankMessage):
 
 
 @dataclass(frozen=True)
-class HoldForAction(Request[int], RankMessage):
-    """Ask the rank to pause after its next step; reply with that step, or -1 outside raydist.fit.
+class HoldForAction(Request[Holding], RankMessage):
+    """Ask the rank to pause after its next step; reply with that step.
 
     The agent forwards the message to the rank.
     """
@@ -107,8 +109,11 @@ class DoAfter(Request[None], RankMessage):
 
     step: int
     what: str
-    """save: save a checkpoint."""
+    """save: save a checkpoint. profile: begin the profile that PrepareProfile named; `values` has
+    the number of its `steps`."""
     values: Mapping[str, Any]
+    fit: int = 0
+    """As Holding.fit."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,33 @@ class ReleaseFromAction(Request[None], RankMessage):
 
     The agent forwards the message to the rank.
     """
+
+
+@dataclass(frozen=True)
+class PrepareProfile(Request[str], RankMessage):
+    """Prepare a profile, without a pause of the training; reply why it can't be made, or "".
+
+    The agent forwards the message to the rank.
+    """
+
+    name: str
+    """Unique in the run."""
+    memory: bool
+    """Whether to take a snapshot of the GPU's memory too."""
+
+
+@dataclass(frozen=True)
+class ProfilePrepared(RankReply):
+    """The reply to PrepareProfile."""
+
+    why_not: str
+
+
+@dataclass(frozen=True)
+class ProfileNow(Request[None], RankMessage):
+    """Make the prepared profile now. The agent forwards the message to the rank."""
+
+    seconds: float
 
 
 @dataclass(frozen=True)

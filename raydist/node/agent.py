@@ -52,6 +52,8 @@ from raydist.messages.rank import (
     HoldForAction,
     HoldRank,
     Meet,
+    PrepareProfile,
+    ProfileNow,
     ReleaseFromAction,
     ReleaseRank,
     StopAfter,
@@ -135,11 +137,15 @@ class RankAgent:
                 return await self._process.examine(quick) if self._process is not None else None
             case GetNativeStack():
                 return await self._process.native_stack() if self._process is not None else None
-            case HoldRank() | HoldForAction():
+            case HoldRank():
+                return (await self._started().hold(request)).step
+            case HoldForAction():
                 return await self._started().hold(request)
+            case PrepareProfile():
+                return await self._running().channel.prepare_profile(request)
             case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction() | Meet():
                 return self._process.channel.tell(request) if self._process is not None else None
-            case AttachDebugger() | TellDebugger() | DetachDebugger():
+            case AttachDebugger() | TellDebugger() | DetachDebugger() | ProfileNow():
                 return self._running().channel.tell(request)
             case ReadDebugger(patience):
                 return await self._running().channel.debugger.read(patience)

@@ -16,6 +16,8 @@ from raydist.messages.rank import (
     HoldRank,
     ParkRank,
     ParkReply,
+    PrepareProfile,
+    ProfilePrepared,
     RankMessage,
     TellActivity,
     WentOn,
@@ -33,7 +35,7 @@ class RankChannel:
     def __init__(self, sock: socket.socket, add_event: Callable[[EventJson], None]) -> None:
         """`add_event`: receives the events of the rank."""
         self._to_rank: asyncio.StreamWriter | None = None
-        self._holding: deque[asyncio.Future[int]] = deque()
+        self._holding: deque[asyncio.Future[Holding]] = deque()
         """The HoldRank and HoldForAction requests that the rank has not answered, oldest first."""
         self._parking: asyncio.Future[str] | None = None
         """The ParkRank request that the rank has not answered yet."""
@@ -42,6 +44,8 @@ class RankChannel:
         not."""
         self.refused = ""
         """Why the rank did not park, when it was last asked to."""
+        self._preparing: asyncio.Future[str] | None = None
+        """The PrepareProfile request that the rank has not answered yet."""
         self.debugger = DebuggerDesk()
         self.activity: Activity | None = None
         """The rank's reply to the last TellActivity."""
@@ -60,15 +64,22 @@ class RankChannel:
         self.activity = None
         self.tell(TellActivity())
 
-    async def hold(self, request: HoldRank | HoldForAction) -> int:
+    async def hold(self, request: HoldRank | HoldForAction) -> Holding:
         """Ask the rank to pause after its current step, and return that step.
 
         Raises LaunchError if the rank ends before.
         """
-        held: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        held: asyncio.Future[Holding] = asyncio.get_running_loop().create_future()
         self._holding.append(held)
         self.tell(request)
         return await held
+
+    async def prepare_profile(self, request: PrepareProfile) -> str:
+        """Have the rank prepare a profile; return why it can't be made, empty if it can."""
+        self._note_preparing("another profile was asked for")
+        self._preparing = asyncio.get_running_loop().create_future()
+        self.tell(request)
+        return await self._preparing
 
     async def park(self, within_s: float) -> str:
         """Ask the rank to wait for the next attempt; return why it does not, empty if it does."""
@@ -83,6 +94,7 @@ class RankChannel:
     def note_end(self) -> None:
         """Fail what the rank has not answered: it has ended."""
         self._note_parking("it has ended")
+        self._note_preparing("it has ended")
         while self._holding:
             self._note_hold(LaunchError("the rank has ended"))
         self.debugger.note(WentOn())
@@ -96,7 +108,9 @@ class RankChannel:
         elif isinstance(message, ParkReply):
             self._note_parking(message.why_not)
         elif isinstance(message, Holding) and self._holding:
-            self._note_hold(message.step)
+            self._note_hold(message)
+        elif isinstance(message, ProfilePrepared):
+            self._note_preparing(message.why_not)
         elif isinstance(message, HeldAt | DebuggerSays | WentOn):
             self.debugger.note(message)
 
@@ -104,12 +118,16 @@ class RankChannel:
         if self._parking is not None and not self._parking.done():
             self._parking.set_result(why_not)
 
-    def _note_hold(self, outcome: int | LaunchError) -> None:
+    def _note_preparing(self, why_not: str) -> None:
+        if self._preparing is not None and not self._preparing.done():
+            self._preparing.set_result(why_not)
+
+    def _note_hold(self, outcome: Holding | LaunchError) -> None:
         """Complete the oldest HoldRank, with the rank's step or with an error."""
         held = self._holding.popleft()
         if held.done():  # cancelled when the agents' event loop ended
             return
-        if isinstance(outcome, int):
+        if isinstance(outcome, Holding):
             held.set_result(outcome)
         else:
             held.set_exception(outcome)

@@ -26,7 +26,7 @@ from raydist.messages.agent import (
     StackWay,
     StartRank,
 )
-from raydist.messages.rank import Activity, GoOn, HoldForAction, HoldRank
+from raydist.messages.rank import Activity, GoOn, HoldForAction, Holding, HoldRank
 from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
 from raydist.node import gpu_faults, native_stack, oom
 from raydist.node.commands import Commands
@@ -236,7 +236,7 @@ class RankProcess:
         """Return what py-spy says about the rank; None if it has ended."""
         return await native_stack.read(self.pid) if self.running else None
 
-    async def hold(self, request: HoldRank | HoldForAction) -> int:
+    async def hold(self, request: HoldRank | HoldForAction) -> Holding:
         """Ask the rank to pause after its current step, and return that step.
 
         Raises LaunchError if the rank has ended.

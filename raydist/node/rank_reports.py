@@ -102,8 +102,9 @@ class RankReports:
     def status(self, pid: int, state: str) -> RankStatus:
         """Return the status of the running rank. `state`: that of its process."""
         _, _, at = beat = self.beat()
-        quiet = time.time() - at if at else 0.0
-        return RankStatus(pid, state, beat, quiet, read_compute_time(self._beat))
+        now = time.time()
+        quiet = now - at if at else 0.0
+        return RankStatus(pid, state, beat, quiet, read_compute_time(self._beat), at=now)
 
     def beat(self) -> tuple[int, str, float]:
         """Return the last heartbeat: step, phase, seconds since the epoch."""

@@ -310,6 +310,19 @@ class Held(OfRank):
     function: str = ""
 
 
+class Profiled(OfRank):
+    """A rank has written its part of a profile (`raydist profile`), or could not."""
+
+    name: str
+    """The profile, unique in the run."""
+    path: str = ""
+    """Its trace, on its node until the driver has it; empty: there is none."""
+    memory: str = ""
+    """The snapshot of its GPU memory there; empty: there is none."""
+    error: str = ""
+    """Why there is no trace."""
+
+
 class Save(RankRequest):
     """Rank 0 has put a state into memory that is to be written to the disk."""
 

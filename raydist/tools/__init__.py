@@ -25,6 +25,8 @@ Each takes the same overrides as `python -m raydist.train`.
                           Ray cluster
     plan.py               The command `raydist plan`: print where ranks would run and with which
                           variables
+    profile.py            The command `raydist profile`: the same steps of all ranks, in one file
+                          for Perfetto
     ranks.py              The command `raydist ranks`: where each rank of a run is, and what it is
                           doing
     running.py            Find the run that a person means, connect to its driver, and ask it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -162,3 +162,10 @@ def ranks_of_text(text: str) -> list[int]:
             raise ConfigError.of("rank", text, "must be ranks", "rank=3", "rank=0,2", "rank=0-3")
         ranks += range(int(first), int(last or first) + 1)
     return ranks
+
+
+def take_options(words: list[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the words `NAME=VALUE` with these names, by name, and the others."""
+    found = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    options = {name: text for name, text in found.items() if name in names}
+    return options, [word for word in words if word.partition("=")[0] not in options]

@@ -26,7 +26,7 @@ from raydist.training.rank_model import RankModel
 from raydist.training.step import Loss, Stepper
 from raydist.training.training_state import TrainingProgress, TrainingState
 from raydist.training.waits import DataWait
-from raydist.worker import context
+from raydist.worker import context, profiling
 from raydist.worker.backends import Comm
 
 
@@ -212,7 +212,7 @@ class Training:
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
                     self._leave()
-                asked = self._asked_to_save()
+                asked = profiling.do_after_step(progress.step)
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
                     began = time.perf_counter()
@@ -243,7 +243,7 @@ class Training:
         progress, rank = self.state.progress, context.rank().rank
         context.set_step(progress.step)
         context.current().stop_request.begin(progress.step)
-        context.current().actions.begin(progress.step)
+        context.current().actions.enter_fit(context.current().fit, progress.step)
         context.emit_event(
             kinds.Begin(
                 rank=rank,
@@ -271,10 +271,6 @@ class Training:
             samples=progress.samples,
             lr=rate,
         )
-
-    def _asked_to_save(self) -> bool:
-        """Return whether `raydist save` has asked for a checkpoint of this step."""
-        return bool(context.current().actions.due(self.state.progress.step))
 
     def _leave(self) -> None:
         """Keep this step's state and wait to be stopped: the set of ranks is about to change."""

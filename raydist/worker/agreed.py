@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NOT_IN_FIT = -1
-"""The step of a rank that is in no raydist.fit."""
-
 
 @dataclass(frozen=True)
 class Action:
@@ -19,6 +16,8 @@ class Action:
     what: str
     """save, …: as in messages.rank.DoAfter."""
     values: Mapping[str, Any] = field(default_factory=dict)
+    fit: int = 0
+    """The number of the raydist.fit whose step it is; 0: a step outside of one."""
 
 
 class StepLimit:
@@ -64,29 +63,48 @@ class StepLimit:
 
 
 class AgreedActions(StepLimit):
-    """The agreement of all ranks on the step after which they do something."""
+    """The agreement of all ranks on the step after which they do something.
+
+    Inside a raydist.fit its steps count, outside those of torch's optimizers.
+    """
 
     def __init__(self) -> None:
-        super().__init__(NOT_IN_FIT)
+        super().__init__()
+        self._fit = 0
+        """The number of the raydist.fit; 0: outside of one."""
+        self._outside = 0
+        """Steps outside of a fit so far."""
         self._actions: list[Action] = []
 
-    def begin(self, step: int) -> None:
-        """Note that a fit begins after this step; NOT_IN_FIT: that it has ended."""
+    def enter_fit(self, number: int, step: int) -> None:
+        """Note that a fit begins after this step. `number`: as Context.fit."""
         with self._lock:
-            super().begin(step)
-            if step == NOT_IN_FIT:
-                self._actions.clear()
+            self._fit = number
+            self.begin(step)
 
-    def hold(self) -> int:
-        """Ask the rank to pause after its next step; return that step, or NOT_IN_FIT."""
+    def leave_fit(self) -> None:
+        """Note that the fit has ended; what was agreed for its later steps is dropped."""
         with self._lock:
-            return NOT_IN_FIT if self._done == NOT_IN_FIT else super().hold()
+            self._actions = [each for each in self._actions if each.fit != self._fit]
+            self._fit = 0
+            self.begin(self._outside)
+
+    def hold_in_fit(self) -> tuple[int, int]:
+        """Ask the rank to pause after its next step; return that step, and the fit's number."""
+        with self._lock:
+            return super().hold(), self._fit
 
     def agree(self, action: Action) -> None:
         """Let a paused rank continue, and do this after its step."""
         with self._lock:
             self._actions.append(action)
             self.release()
+
+    def count(self) -> int:
+        """Return the number of the step that an optimizer has made; 0 inside a fit."""
+        with self._lock:
+            self._outside += not self._fit
+            return 0 if self._fit else self._outside
 
     def due(self, step: int) -> list[Action]:
         """Note that a step is done; return what is to be done after it.
@@ -97,7 +115,11 @@ class AgreedActions(StepLimit):
             with self._lock:
                 self._done = step
                 if self._limit is None or step < self._limit:
-                    found = [each for each in self._actions if each.step <= step]
-                    self._actions = [each for each in self._actions if each.step > step]
+                    found = [
+                        each
+                        for each in self._actions
+                        if each.fit == self._fit and each.step <= step
+                    ]
+                    self._actions = [each for each in self._actions if each not in found]
                     return found
             self._known.wait()

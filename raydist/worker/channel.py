@@ -29,6 +29,9 @@ from raydist.messages.rank import (
     Meet,
     ParkRank,
     ParkReply,
+    PrepareProfile,
+    ProfileNow,
+    ProfilePrepared,
     RankReply,
     ReleaseFromAction,
     ReleaseRank,
@@ -52,6 +55,7 @@ from raydist.worker.heartbeat import (
 
 if TYPE_CHECKING:
     from raydist.worker.debugger import Debugger
+    from raydist.worker.profiling import RankProfiler
 
 FLUSH_S = 0.1
 """Maximum time that a report waits in the rank before it is sent."""
@@ -85,6 +89,8 @@ class Channel:
         self._reported_gap = ""
         self.debugger: Debugger | None = None
         """The debugger of this rank, if it has one."""
+        self.profiler: RankProfiler | None = None
+        """Makes profiles of this rank, if it uses torch."""
         threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
         # A forked DataLoader worker does not have this thread, and may inherit a held lock, so it
         # sends nothing.
@@ -191,11 +197,17 @@ class Channel:
             case ReleaseRank():
                 current.stop_request.release()
             case HoldForAction():
-                self.reply(Holding(current.actions.hold()))
-            case DoAfter(step, what, values):
-                current.actions.agree(Action(step, what, values))
+                self.reply(Holding(*current.actions.hold_in_fit()))
+            case DoAfter(step, what, values, fit):
+                current.actions.agree(Action(step, what, values, fit))
             case ReleaseFromAction():
                 current.actions.release()
+            case PrepareProfile(name, memory) if self.profiler is not None:
+                self.profiler.prepare(name, memory, lambda why: self.reply(ProfilePrepared(why)))
+            case PrepareProfile():
+                self.reply(ProfilePrepared("the rank has not imported torch"))
+            case ProfileNow(seconds) if self.profiler is not None:
+                self.profiler.begin_now(seconds)
             case AttachDebugger() | TellDebugger() | DetachDebugger() if self.debugger is not None:
                 self._debug(self.debugger, message)
             case Meet() | ParkRank() | GoOn() if current.in_place is not None:

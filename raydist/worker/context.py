@@ -19,7 +19,7 @@ from raydist.settings.mesh import MeshShape, mesh_shape
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import RaydistError
 from raydist.shared.kinds import Event
-from raydist.worker.agreed import NOT_IN_FIT, AgreedActions, StepLimit
+from raydist.worker.agreed import AgreedActions, StepLimit
 from raydist.worker.heartbeat import PHASES
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Context:
             yield
         finally:
             self.fit = 0
-            self.actions.begin(NOT_IN_FIT)
+            self.actions.leave_fit()
 
 
 def _context_from_env() -> Context:

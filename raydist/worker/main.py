@@ -109,6 +109,10 @@ def run_rank(spec: RankSpec, files: RankFiles) -> NoReturn:
     )
     channel.debugger = Debugger(rank.rank, channel)
     channel.debugger.install()
+    if "torch" in sys.modules:
+        from raydist.worker import profiling
+
+        channel.profiler = profiling.install(spec.value.removesuffix(".value"))
     if not_bound:
         context.warn(not_bound)
     code = run_in_rank(spec, channel)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from raydist.messages.rank import Collective
 
@@ -15,11 +17,16 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
+    import torch.profiler
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 FORWARD_BEGINS, FORWARD_ENDS = "_pre_forward", "_post_forward"
 """Methods of DistributedDataParallel around the forward pass of its module."""
+GIVE_WAY_S = 60.0
+"""Longest wait of the program's own profiler for the end of raydist's."""
+HISTORY = 100_000
+"""Allocations that a memory snapshot holds, oldest dropped first."""
 
 
 class Recorder(NamedTuple):
@@ -193,3 +200,123 @@ def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
         "growth_interval": scaler.get_growth_interval(),
         "_growth_tracker": tracker,
     }
+
+
+@contextlib.contextmanager
+def profile_all_threads() -> Iterator[torch.profiler.profile]:
+    """Profile all threads of this process inside the block, and its GPU if it uses one.
+
+    RuntimeError: this torch profiles only the thread itself.
+    """
+    import torch
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        options: Any = _ExperimentalConfig(profile_all_threads=True)
+    except TypeError as error:
+        why = f"torch {torch.__version__} profiles no other thread; install a newer one"
+        raise RuntimeError(why) from error
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, experimental_config=options) as profiler:
+        yield profiler
+
+
+class ProfilerTurn:
+    """Whose turn it is to profile this process: two profilers at a time crash it (torch 2.15)."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: Literal["", "raydist", "program"] = ""
+        self._thread = 0
+        """The thread that makes raydist's profile."""
+        self._give_way: threading.Event | None = None
+        self._pid = os.getpid()
+        self.lacks = ""
+        """What torch lacks for it to be known; then raydist must not profile."""
+
+    def watch_program(self) -> None:
+        """Note each profiler of the program from now on; it ends one of raydist's first."""
+        import torch
+        from torch.autograd.profiler import profile
+
+        patched: Any = profile
+        prepare, leave = getattr(profile, "_prepare_trace", None), patched.__exit__
+        if prepare is None:
+            self.lacks = (
+                f"torch {torch.__version__} has no profile._prepare_trace: raydist can't know "
+                "whether the program's own profiler is active"
+            )
+            return
+        turn = self
+
+        def _prepare_trace(self: Any) -> Any:
+            turn.take()
+            return prepare(self)
+
+        def __exit__(self: Any, *error: Any) -> Any:
+            try:
+                return leave(self, *error)
+            finally:
+                turn.give_back()
+
+        patched._prepare_trace, patched.__exit__ = _prepare_trace, __exit__
+
+    def take(self) -> None:
+        """The program begins to profile: wait until raydist has stopped."""
+        with self._changed:
+            if self._thread == threading.get_ident() or os.getpid() != self._pid:
+                return
+            if self._give_way is not None:
+                self._give_way.set()
+            self._changed.wait_for(lambda: self._owner != "raydist", GIVE_WAY_S)
+            self._owner = "program"
+
+    def give_back(self) -> None:
+        """The program's profiler has ended."""
+        with self._changed:
+            if self._owner == "program":
+                self._owner = ""
+
+    @contextlib.contextmanager
+    def own(self, give_way: threading.Event | None = None) -> Iterator[bool]:
+        """Take the turn for raydist inside the block; False: the program has it.
+
+        `give_way`: is set when the program wants it.
+        """
+        with self._changed:
+            ours = not self._owner
+            if ours:
+                self._owner, self._thread = "raydist", threading.get_ident()
+                self._give_way = give_way
+        try:
+            yield ours
+        finally:
+            if ours:
+                with self._changed:
+                    self._owner, self._thread, self._give_way = "", 0, None
+                    self._changed.notify_all()
+
+
+def begin_memory_history() -> bool:
+    """Have torch record what allocates GPU memory from here; False: it does already, or can't."""
+    import torch
+
+    memory: Any = torch.cuda.memory
+    begin = getattr(memory, "_record_memory_history", None)
+    records = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
+    if begin is None or not torch.cuda.is_initialized() or records():  # type: ignore[no-untyped-call]
+        return False
+    begin(max_entries=HISTORY)
+    return True
+
+
+def end_memory_history(path: str) -> None:
+    """Write the recorded history and the present use to a file, and end the recording."""
+    import torch
+
+    memory: Any = torch.cuda.memory
+    memory._dump_snapshot(path)
+    memory._record_memory_history(enabled=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import textwrap
@@ -22,8 +23,12 @@ PROGRAM = """
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
     for step in range(1000000):
-        dist.all_reduce(torch.ones(1))
+        weight.grad = torch.ones(1)
+        dist.all_reduce(weight.grad)
+        optimizer.step()
         time.sleep(0.05)
         if os.path.exists("hold") and dist.get_rank() == 1:
             breakpoint()
@@ -66,6 +71,14 @@ def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: P
         assert sorted(both.stdout.split()) == sorted(["[0]", first.name, "[1]", second.name]), (
             both.stderr
         )
+        profiled = operate("profile", "run", "steps=2")
+        assert profiled.returncode == 0, profiled.stderr
+        (file,) = (tmp_path / "run/operate").glob("profile-*.json.gz")
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+        assert named == {f"rank 0 · {first.name}", f"rank 1 · {second.name}"}
+        reduced = [event["pid"] for event in events if event["name"] == "gloo:all_reduce"]
+        assert sorted(reduced) == [1, 1, 1001, 1001]
         (tmp_path / "hold").touch()
         held = "waits in the debugger"
         wait_until(lambda: held in operate("ranks", "run").stdout, "the breakpoint", 120)

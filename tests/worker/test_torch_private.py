@@ -240,3 +240,85 @@ def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) ->
         assert made.device.type == ("meta" if without else "cpu")
     scaler: Any = FlatScaler()
     assert torch_private.scaler_state(scaler) == {"scale": 2.0}
+
+
+def test_a_torch_whose_profilers_are_not_known_is_not_profiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.autograd.profiler import profile
+
+    from raydist.worker import profiling
+
+    monkeypatch.delattr(profile, "_prepare_trace")
+    turn = torch_private.ProfilerTurn()
+    turn.watch_program()
+    assert "has no profile._prepare_trace" in profiling.reason_against(turn, memory=False)
+
+
+def test_a_torch_that_profiles_no_other_thread_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._C import _profiler
+
+    def other(**options: Any) -> None:
+        raise TypeError("an unexpected keyword argument 'profile_all_threads'")
+
+    monkeypatch.setattr(_profiler, "_ExperimentalConfig", other)
+    with (
+        pytest.raises(RuntimeError, match="profiles no other thread"),
+        torch_private.profile_all_threads(),
+    ):
+        pass
+
+
+def test_a_torch_without_memory_history_takes_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delattr(torch.cuda.memory, "_record_memory_history")
+    assert not torch_private.begin_memory_history()
+
+
+def make_steps(job: Job) -> list[int]:
+    """The steps counted after each of: a plain optimizer, one that calls another's step, a
+    compiled one, and one whose step failed before."""
+    import torch
+
+    from raydist.worker import context, profiling
+
+    class Wraps(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)  # which has hooks of its own, as Horovod's does
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if self.defaults["lr"] > 1:
+                raise RuntimeError("too fast")
+            return super().step(closure)
+
+    profiling.count_optimizer_steps()
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    plain = torch.optim.SGD([weight], 0.1)
+    wraps, fails = Wraps([weight], 0.1), Fails([weight], 2.0)
+    seen = []
+
+    def note() -> None:
+        seen.append(context.current().actions.hold_in_fit()[0] - 1)
+        context.current().actions.release()
+
+    plain.step()
+    note()
+    wraps.step()
+    note()
+    torch.compile(plain.step, backend="eager")()
+    note()
+    with pytest.raises(RuntimeError, match="too fast"):
+        fails.step()
+    note()
+    plain.step()
+    note()
+    return seen
+
+
+def test_steps_of_optimizers_are_counted_once(tmp_path: Path) -> None:
+    (result,) = run_ranks(1, GLOO, make_steps, tmp_path)
+    assert result.error == ""
+    assert result.value == [1, 2, 2, 2, 3]

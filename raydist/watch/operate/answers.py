@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from raydist.messages.operate import (
     Execute,
     GetStacks,
     ListRanks,
+    MakeProfile,
     RankLine,
     RankTable,
     SaveNow,
@@ -28,13 +28,14 @@ from raydist.messages.request import AnyReply, Request
 from raydist.messages.wire import Message
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, LaunchError, Stopped
-from raydist.shared.events import Events, parse_event
+from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
 from raydist.watch.operate import agreement, folding
 from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.debugging import debug
 from raydist.watch.operate.execution import run_beside_ranks
-from raydist.watch.operate.records import record, write_answer
+from raydist.watch.operate.profiling import make_profile
+from raydist.watch.operate.records import follow, record, write_answer
 from raydist.watch.operate.wording import silent_row, status_row
 
 STACKS_S = 5.0
@@ -43,8 +44,6 @@ NATIVE_S = 30.0
 """Limit on the wait for py-spy, which reads the symbols of every library of the ranks."""
 SAVED_S = 600.0
 """Limit on the wait for a checkpoint to be complete."""
-LOOK_S = 0.1
-"""Seconds between two looks at the file of events."""
 STATUS_S = 2.0
 """Limit on the wait for agents to say what they know; an agent that does not is named."""
 
@@ -77,6 +76,9 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
         case Debug(rank):
             chosen_ranks(run, [rank])
             debug(run.group, run.events, rank, connection)
+        case MakeProfile(ranks):
+            chosen_ranks(run, ranks)
+            make_profile(run.group, run.events, request, connection)
         case SaveNow():
             save(run, connection)
         case StopRun(now):
@@ -128,7 +130,7 @@ def save(run: OperatedRun, connection: CommandLink) -> None:
     LaunchError: the checkpoint did not become complete.
     """
     size = run.events.path.stat().st_size
-    step = agreement.agree_on_step(run.group, "save", {})
+    step = agreement.agree_on_step(run.group, "save", {}, range(run.group.plan.world_size))
     connection.send(TextReply([f"the ranks save after step {step}"]))
     saved = wait_for_saved(run, step, size)
     text = f"step {saved.step}: {saved.path} ({saved.s:.2f} s)"
@@ -142,17 +144,11 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
     `after`: the size of the file of events before. LaunchError: a warning says that it was not
     written, or it was not within SAVED_S.
     """
-    until = time.monotonic() + SAVED_S
-    while time.monotonic() < until:
-        with run.events.path.open("rb") as file:
-            file.seek(after)
-            *lines, _ = file.read().split(b"\n")
-        for event in map(parse_event, lines):
-            if isinstance(event, kinds.Saved) and event.step >= step:
-                return event
-            if isinstance(event, kinds.Warning) and "checkpoint" in event.text:
-                raise LaunchError(event.text)
-        time.sleep(LOOK_S)
+    for event in follow(run.events.path, after, SAVED_S):
+        if isinstance(event, kinds.Saved) and event.step >= step:
+            return event
+        if isinstance(event, kinds.Warning) and "checkpoint" in event.text:
+            raise LaunchError(event.text)
     raise LaunchError(f"no checkpoint of step {step} became complete within {SAVED_S:g} s")
 
 

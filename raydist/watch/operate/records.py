@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from raydist.shared import kinds
-from raydist.shared.events import Events
+from raydist.shared.events import Events, parse_event
+from raydist.shared.kinds import Event
 
 FOLDER = "operate"
 """The folder of the answers, in the run folder."""
+LOOK_S = 0.1
+"""Seconds between two looks at the file of events."""
 
 
 def new_file(folder: Path, name: str, suffix: str) -> Path:
@@ -44,3 +48,17 @@ def record(
 ) -> None:
     """Add the event of a command."""
     events.add(kinds.Operated(command=command, text=text, ranks=tuple(ranks), file=file))
+
+
+def follow(path: Path, after: int, within_s: float = math.inf) -> Iterator[Event]:
+    """Yield the events of a run as they are written, for some seconds.
+
+    `after`: the size of the file before the first one.
+    """
+    until, rest = time.monotonic() + within_s, b""
+    with path.open("rb") as file:
+        file.seek(after)
+        while time.monotonic() < until:
+            *lines, rest = (rest + file.read()).split(b"\n")
+            yield from filter(None, map(parse_event, lines))
+            time.sleep(LOOK_S)
