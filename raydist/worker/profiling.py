@@ -41,8 +41,18 @@ WRITE_S = 120.0
 class Recording:
     """One profile of this rank, made by a thread of its own."""
 
-    def __init__(self, path: Path, name: str, memory: bool, turn: ProfilerTurn) -> None:
-        """`path`: of the trace to write, without its ending. `name`: as in PrepareProfile."""
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        memory: bool,
+        turn: ProfilerTurn,
+        tell: Callable[[str], None],
+    ) -> None:
+        """Have the thread load what the profiler needs, then tell why it can't profile, or "".
+
+        `path`: of the trace to write, without its ending. `name`: as in PrepareProfile.
+        """
         self._path, self._name, self._memory, self._turn = path, name, memory, turn
         self._last = 0
         """The last step; 0: it ends by itself."""
@@ -50,16 +60,14 @@ class Recording:
         self._seconds: float | None = None
         self._dropped = False
         self._marks = Marks(os.getpid(), 0, 0, [])
-        self._thread = threading.Thread(target=self._run, name="raydist-profile", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(tell,), name="raydist-profile", daemon=True
+        )
+        self._thread.start()
 
     @property
     def active(self) -> bool:
         return self._begin.is_set() and self._thread.is_alive()
-
-    def prepare(self, tell: Callable[[str], None]) -> None:
-        """Have the thread load what the profiler needs, then tell why it can't profile, or ""."""
-        self._tell = tell
-        self._thread.start()
 
     def begin(self, step: int, steps: int) -> None:
         """Begin after this step, and end after so many more."""
@@ -95,12 +103,12 @@ class Recording:
         self.end.set()
         self._thread.join(WRITE_S)
 
-    def _run(self) -> None:
+    def _run(self, tell: Callable[[str], None]) -> None:
         try:
             why_not = reason_against(self._turn, self._memory) or self._warm()
         except Exception as error:
             why_not = last_line(error)
-        self._tell(why_not)
+        tell(why_not)
         if why_not:
             return
         self._begin.wait()
@@ -178,8 +186,7 @@ class RankProfiler:
                 tell("another profile of it is being made")
                 return
             self._current.drop()
-        self._current = Recording(Path(f"{self._base}.{name}"), name, memory, self._turn)
-        self._current.prepare(tell)
+        self._current = Recording(Path(f"{self._base}.{name}"), name, memory, self._turn, tell)
 
     def begin(self, step: int, steps: int) -> None:
         """Begin the prepared profile after this step."""

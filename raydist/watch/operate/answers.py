@@ -35,7 +35,7 @@ from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.debugging import debug
 from raydist.watch.operate.execution import run_beside_ranks
 from raydist.watch.operate.profiling import make_profile
-from raydist.watch.operate.records import follow, record, write_answer
+from raydist.watch.operate.records import follow_events, record, write_answer
 from raydist.watch.operate.wording import silent_row, status_row
 
 STACKS_S = 5.0
@@ -144,7 +144,7 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
     `after`: the size of the file of events before. LaunchError: a warning says that it was not
     written, or it was not within SAVED_S.
     """
-    for event in follow(run.events.path, after, SAVED_S):
+    for event in follow_events(run.events.path, after, SAVED_S):
         if isinstance(event, kinds.Saved) and event.step >= step:
             return event
         if isinstance(event, kinds.Warning) and "checkpoint" in event.text:

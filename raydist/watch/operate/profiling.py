@@ -25,7 +25,7 @@ from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
 from raydist.watch.operate import agreement, traces
 from raydist.watch.operate.connection import CommandLink
-from raydist.watch.operate.records import follow, new_file, record
+from raydist.watch.operate.records import follow_events, new_file, record
 from raydist.watch.operate.traces import Part
 
 PREPARE_S = 60.0
@@ -59,7 +59,7 @@ def make_profile(
     """
     ranks = sorted(set(request.ranks)) or list(range(group.plan.world_size))
     name = f"profile-{secrets.token_hex(4)}"
-    prepare(group, ranks, name, request.memory)
+    prepare_ranks(group, ranks, name, request.memory)
     leads = clock_leads(group, ranks)
     profile = Profile(name, ranks, events.path.stat().st_size, leads)
     if request.steps:
@@ -76,7 +76,7 @@ def make_profile(
     connection.send(TextReply(lines, file))
 
 
-def prepare(group: WorkerGroup, ranks: Sequence[int], name: str, memory: bool) -> None:
+def prepare_ranks(group: WorkerGroup, ranks: Sequence[int], name: str, memory: bool) -> None:
     """Have all ranks load the profiler. LaunchError: one can't be profiled, and why."""
     calls = {rank: group.call(rank, PrepareProfile(name, memory)) for rank in ranks}
     wait(calls.values(), timeout=longest(PREPARE_S, len(calls)))
@@ -119,7 +119,7 @@ def clock_leads(group: WorkerGroup, ranks: Iterable[int]) -> dict[str, float]:
 def await_reports(events: Events, profile: Profile) -> dict[int, kinds.Profiled]:
     """Return what each rank reports. LaunchError: the ranks were started again, or have ended."""
     reports: dict[int, kinds.Profiled] = {}
-    for event in follow(events.path, profile.since):
+    for event in follow_events(events.path, profile.since):
         if isinstance(event, kinds.Profiled) and event.name == profile.name:
             reports[event.rank] = event
         elif isinstance(event, kinds.StartsAttempt | kinds.Result):
@@ -165,7 +165,7 @@ def gather(
             for rank in made
         ]
         (parts_folder / traces.LIST).write_text(json.dumps(parts), encoding="utf-8")
-        join(parts_folder, out)
+        join_parts(parts_folder, out)
     finally:
         shutil.rmtree(parts_folder, ignore_errors=True)
     if memories:
@@ -189,7 +189,7 @@ def bring(group: WorkerGroup, rank: int, path: str, to: Path) -> None:
         raise LaunchError(f"rank {rank}: {errors.decode(errors='replace').strip()}")
 
 
-def join(folder: Path, out: Path) -> None:
+def join_parts(folder: Path, out: Path) -> None:
     """Join the traces of a folder in a process of its own. LaunchError: it failed."""
     command = [sys.executable, "-m", traces.__name__, str(folder), str(out)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -50,7 +50,7 @@ def record(
     events.add(kinds.Operated(command=command, text=text, ranks=tuple(ranks), file=file))
 
 
-def follow(path: Path, after: int, within_s: float = math.inf) -> Iterator[Event]:
+def follow_events(path: Path, after: int, within_s: float = math.inf) -> Iterator[Event]:
     """Yield the events of a run as they are written, for some seconds.
 
     `after`: the size of the file before the first one.
