@@ -36,6 +36,7 @@ COMMANDS = (
     Command("profile", "tools.profile", "profile the same steps of all ranks, in one file"),
     Command("save", "tools.save", "have a run save a checkpoint now, without stopping"),
     Command("stop", "tools.stop", "stop a run as Ctrl-C does, its state saved"),
+    Command("queue", "tools.queue", "list the runs of a cluster that run, and those that wait"),
     Command("sweep", "tools.sweep", "run a job with many settings, side by side"),
     Command("submit", "tools.submit", "submit a command to a Ray cluster, and follow its log"),
     Command("warm", "tools.warm", "list the fork servers that wait for the next run"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from raydist.cluster import connect, drain, placement
+from raydist.cluster.queue.turn import Turn, turn_of
 from raydist.launch import (
     inline,
     network_check,
@@ -151,20 +152,22 @@ def attempt_job(
     warm_server.prepare(job)  # while Ray answers
     connection.enter_context(connect.connect(job, events))
     check.refuse()
-    attempts = Attempts(job, call, events)
+    attempts, turn = Attempts(job, call, events), turn_of(job, events)
     while attempts.outcome is None:
-        attempt_placed(job, events, attempts, many)
+        attempt_placed(job, events, attempts, turn, many)
     return attempts.concluded()
 
 
-def attempt_placed(job: Job, events: Events, attempts: Attempts, many: OneOfMany | None) -> None:
-    """Place the job, and attempt it there until the run is over or its nodes will be removed."""
+def attempt_placed(
+    job: Job, events: Events, attempts: Attempts, turn: Turn, many: OneOfMany | None
+) -> None:
+    """Place the job, and attempt it there until the run is over or must leave its nodes."""
     try:
         request = placement.resources_for(
             job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types()
         )
         with placement_group.placed_group(
-            job, request, events, many.gangs if many else None
+            job, request, events, turn, many.gangs if many else None
         ) as group:
             carry_out(job, group, events, attempts)
     except Exception as error:

@@ -17,6 +17,7 @@ slot per rank.
                           request fits
     placement.py          (Job, nodes) -> Plan: each rank's node and numbers, or an error if the
                           nodes lack room
+    queue/                The order in which runs of many drivers get room on one Ray cluster
     ray_private.py        Every use of Ray's private API: Ray has no public API for these
     shortage.py           Texts for a request that the cluster can't hold: what is missing, what to
                           set instead

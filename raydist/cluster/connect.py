@@ -104,6 +104,11 @@ def _exit() -> None:
             ending.tidy_up(ray.shutdown)
 
 
+def is_local_ray() -> bool:
+    """Return whether this process started the Ray to which it is connected."""
+    return bool(_local_cpus)
+
+
 def end_local_ray() -> None:
     """End the Ray that this process started, if it is still running."""
     global _local_cpus, _reaper

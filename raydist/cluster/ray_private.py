@@ -58,6 +58,10 @@ OPTIONAL = {
     **dict.fromkeys(NOT_NEEDED, "a Ray that raydist starts uses two more seconds of CPU"),
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
+KV_NAMESPACE = b"raydist"
+"""Namespace of raydist's keys in the GCS's key-value store."""
+KV_S = 5.0
+"""Limit on a call to that store. It answers within a millisecond."""
 WORKING_DIRS = "/working_dir_files/"
 """A part of the path of each folder that Ray unpacks for a working_dir."""
 
@@ -418,3 +422,43 @@ def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
         key, namespace=namespace
     )
     return value
+
+
+def kv_put(key: str, value: bytes, overwrite: bool = True) -> None:
+    """Write raydist's value of this key into the GCS's store.
+
+    Not `overwrite`: unless it has one.
+    """
+    _gcs_client().internal_kv_put(key.encode(), value, overwrite, KV_NAMESPACE, KV_S)
+
+
+def kv_get(key: str) -> bytes | None:
+    """Return raydist's value of this key in the GCS's store; None if it has none."""
+    value: bytes | None = _gcs_client().internal_kv_get(key.encode(), KV_NAMESPACE, KV_S)
+    return value
+
+
+def kv_delete(key: str) -> None:
+    """Remove raydist's value of this key from the GCS's store, if it has one."""
+    _gcs_client().internal_kv_del(key.encode(), False, KV_NAMESPACE, KV_S)
+
+
+def kv_values(prefix: str) -> dict[str, bytes]:
+    """Return raydist's keys in the GCS's store that begin so, with their values."""
+    client = _gcs_client()
+    keys = client.internal_kv_keys(prefix.encode(), KV_NAMESPACE, KV_S)
+    found: dict[bytes, bytes] = client.internal_kv_multi_get(keys, KV_NAMESPACE, KV_S)
+    return {key.decode(): value for key, value in found.items()}
+
+
+def dead_jobs() -> set[str]:
+    """Return the ids of the Ray jobs whose driver has ended, according to the GCS."""
+    jobs = _gcs_client().get_all_job_info(
+        skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=KV_S
+    )
+    return {id.hex() for id, job in jobs.items() if job.is_dead}
+
+
+def _gcs_client() -> Any:
+    """Return this process's client of the GCS."""
+    return require("ray._private.worker:global_worker").gcs_client

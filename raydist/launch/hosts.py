@@ -51,6 +51,10 @@ class Hosts(Protocol):
         """
         ...
 
+    def wanted_by(self) -> str:
+        """Return for which other run this one is to make way, for a person; empty for none."""
+        ...
+
     def record_attempt(self, cause: End | None, slow: Sequence[Slow]) -> None:
         """Record the first cause of an attempt, and its stragglers, in the node history."""
         ...

@@ -197,6 +197,9 @@ class LocalHosts(Hosts):
     def draining(self) -> Mapping[str, float]:
         return {}
 
+    def wanted_by(self) -> str:
+        return ""
+
     def record_attempt(self, cause: End | None, slow: Sequence[Slow]) -> None:
         """Record nothing: there is no other node to prefer."""
 

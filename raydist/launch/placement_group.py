@@ -14,6 +14,7 @@ from raydist.cluster import connect, drain, node_history, placement, ray_private
 from raydist.cluster.connect import alive_nodes, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
+from raydist.cluster.queue.turn import Turn, TurnPassed
 from raydist.launch import runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.launch.gangs import Gang, Gangs
@@ -37,12 +38,16 @@ NAME = "raydist-"
 
 @contextlib.contextmanager
 def placed_group(
-    job: Job, request: ResourceRequest, events: Events, gangs: Gangs | None = None
+    job: Job,
+    request: ResourceRequest,
+    events: Events,
+    turn: Turn | None = None,
+    gangs: Gangs | None = None,
 ) -> Iterator[WorkerGroup]:
     """Yield the worker group of a job: one placement group, one actor per rank.
 
-    Leaving the block removes both. `gangs`: a store from which both may be taken and to which they
-    may be returned.
+    Leaving the block removes both. `turn`: in the cluster's queue, if the run obeys it. `gangs`: a
+    store from which both may be taken and to which they may be returned.
     """
     import ray
     from ray.util.placement_group import remove_placement_group
@@ -50,28 +55,38 @@ def placed_group(
     began = time.time()
     address = ray.get_runtime_context().gcs_address
     options = runtime_env.actor_options(job)
-    gang = gangs.take(request, options) if gangs else None
-    held = gang.group if gang else steered_group(job, request, address, events)
+    turn = turn or Turn()
+    held: Any = None
     actors: Actors | None = None
-    try:
-        plan = placement.assign_ranks(
-            request, wait_until_placed(held, request, job.scale.wait_s, events)
-        )
-        events.add(kinds.Phase(name="place", s=time.time() - began))
-        actors = gang.actors if gang else Actors(plan, held, options)
-        hosts = RayHosts(job, address, held, actors, events)
-        with WorkerGroup(plan, hosts, events) as group:
-            yield group
-        if gangs is not None and hosts.standby is None:
-            gangs.put(Gang(request, options, held, actors))
-            actors = held = None
-        elif not options:
-            connect.keep_workers(actors.by_node(), min(job.scale.keep_warm_s, kept_server.most_s()))
-    finally:
-        if actors is not None:
-            actors.kill_all()
-        if held is not None:
-            remove_placement_group(held)
+    with turn.entered(request):
+        try:
+            gang = gangs.take(request, options) if gangs else None
+            if gang is not None:
+                held = gang.group
+                nodes = wait_until_placed(held, request, job.scale.wait_s, events)
+            else:
+                held, nodes = group_in_turn(job, request, address, events, turn)
+            turn.placed(nodes)
+            if turn.waited_s:
+                events.add(kinds.Phase(name="queue", s=turn.waited_s))
+            plan = placement.assign_ranks(request, nodes)
+            events.add(kinds.Phase(name="place", s=time.time() - began - turn.waited_s))
+            actors = gang.actors if gang else Actors(plan, held, options)
+            hosts = RayHosts(job, address, held, actors, events)
+            hosts.turn = turn
+            with WorkerGroup(plan, hosts, events) as group:
+                yield group
+            if gangs is not None and hosts.standby is None and not turn.wanted_by():
+                gangs.put(Gang(request, options, held, actors))
+                actors = held = None
+            elif not options:
+                keep_s = min(job.scale.keep_warm_s, kept_server.most_s())
+                connect.keep_workers(actors.by_node(), keep_s)
+        finally:
+            if actors is not None:
+                actors.kill_all()
+            if held is not None:
+                remove_placement_group(held)
 
 
 class RayHosts(Hosts):
@@ -84,6 +99,8 @@ class RayHosts(Hosts):
         self._held = held
         self._actors = actors
         self._events = events
+        self.turn = Turn()
+        """In the cluster's queue."""
         self.ray_stays = not ray_private.started_processes()
         self.standby = None
         if validate.size_override(job.scale):
@@ -117,6 +134,9 @@ class RayHosts(Hosts):
     def draining(self) -> Mapping[str, float]:
         return drain.draining()
 
+    def wanted_by(self) -> str:
+        return self.turn.wanted_by()
+
     def record_attempt(self, cause: End | None, slow: Sequence[Slow]) -> None:
         """Record the incidents of an attempt in the node history.
 
@@ -142,6 +162,28 @@ class RayHosts(Hosts):
 
     def on_node(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
         return self._actors.on_node(rank, look, *args)
+
+
+def group_in_turn(
+    job: Job, request: ResourceRequest, address: str, events: Events, turn: Turn
+) -> tuple[Any, list[Node]]:
+    """Return a placement group that has room, and the node of each bundle.
+
+    With the queue, it is created when it is this run's turn: of two groups that wait, Ray places
+    the one that it tries first, and may keep a large one waiting for ever.
+    """
+    from ray.util.placement_group import remove_placement_group
+
+    while True:
+        turn.wait()
+        held = steered_group(job, request, address, events)
+        try:
+            return held, wait_until_placed(held, request, job.scale.wait_s, events, turn.check)
+        except TurnPassed:
+            remove_placement_group(held)
+        except BaseException:
+            remove_placement_group(held)
+            raise
 
 
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
@@ -213,9 +255,16 @@ def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str
 
 
 def wait_until_placed(
-    held: Any, request: ResourceRequest, patience: float, events: Events
+    held: Any,
+    request: ResourceRequest,
+    patience: float,
+    events: Events,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Node]:
-    """Wait until every bundle has a node, and return the nodes; report missing resources."""
+    """Wait until every bundle has a node, and return the nodes; report missing resources.
+
+    `check`: may raise while there is no room.
+    """
     waiting = Waiting(patience, events)
     while True:
         placed = held.wait(WAIT_S)
@@ -223,6 +272,7 @@ def wait_until_placed(
         found = bundle_nodes(held, nodes) if placed else None
         if found is not None:
             return found
+        check()
         waiting.report(
             shortage.describe_missing(request, nodes, _bundles(held)["bundles_to_node_id"].values())
         )

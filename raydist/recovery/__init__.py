@@ -17,13 +17,14 @@ attempt or the reason why there is none.
                           failures do
     deadlines.py          How long to wait before ranks are stopped, and for agents that do not
                           answer
-    drain_monitor.py      Notices, while ranks train, that their nodes are drained
     hang.py               Examines all ranks when one is silent too long; ends the run for a certain
                           hang
     hang_verdict.py       What silent ranks are doing -> which of them block the others, and how
                           certain that is
     in_place.py           Which ranks keep their processes when another was killed, and how all of
                           them meet
+    leave_monitor.py      Notices, while ranks train, that they must leave: for a drain, or for
+                          another run
     pace.py               Heartbeats -> whether a rank is silent for longer than its own steps
                           explain
     phases.py             (phase of an attempt, what happens) -> the next phase, and what to do: a

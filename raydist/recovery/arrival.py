@@ -71,13 +71,15 @@ class RestartCost:
         if step <= (self.resumed or 0):
             return None  # a report without a later step may be an evaluation
         self.stepped = True
+        paused = self.retry.cause is None and self.retry.elsewhere
         repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
         return kinds.Restarted(
             number=self.retry.failures,
             step=step,
             s=event.t - self.retry.since,
             repeated=repeated,
-            resized=self.retry.cause is None,
+            resized=self.retry.cause is None and not paused,
+            paused=paused,
         )
 
 

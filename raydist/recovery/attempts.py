@@ -126,8 +126,12 @@ class Attempts:
         All ranks leave, not only those on drained nodes: Ray cannot move part of a placement group.
         """
         self._elsewhere = retry
-        end_kept(group, self._past[-1])
-        self._events.add(retry.as_event(job.restart))
+        last = self._past[-1]
+        end_kept(group, last)
+        if last.made_way:
+            self._events.add(kinds.Pause(number=retry.number, text=f"made way for {last.made_way}"))
+        else:
+            self._events.add(retry.as_event(job.restart))
         self._flush(group)
 
     def _flush(self, group: WorkerGroup) -> None:
@@ -199,7 +203,12 @@ def run_attempt(
             group.hosts.record_attempt(first_cause(ends), ())
             return explained(Attempt(ends), events, group.rendezvous.attempt)
         supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
-        attempt = Attempt(ends=supervisor.run(), error=supervisor.stopped, resize=supervisor.resize)
+        attempt = Attempt(
+            ends=supervisor.run(),
+            error=supervisor.stopped,
+            resize=supervisor.resize,
+            made_way=supervisor.made_way,
+        )
         group.hosts.record_attempt(
             first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow
         )

@@ -44,6 +44,8 @@ class AttemptRecord:
     resize: str = ""
     """Why the ranks were stopped to change the number of nodes, for a person; empty if they were
     not."""
+    makes_way: str = ""
+    """For which run the ranks were stopped, for a person; empty for none."""
 
 
 def classify_end(
@@ -73,6 +75,9 @@ def classify_end(
     drain = attempt.drain
     if drain and report.stop_requested and attempt.stopped is None:
         return _drained(end, drain)
+    if attempt.makes_way and report.stop_requested and attempt.stopped is None:
+        # Its error, if it has one, came with the stop. A program may end well on SIGTERM.
+        return end if not (end.signal or end.code) else replace(end, how="stopped")
     hang = attempt.hang if attempt.stopped is None else None
     error = _raised(end, report, rank)
     if error:

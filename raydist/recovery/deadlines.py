@@ -15,6 +15,9 @@ time, and the rank that called MPI_Abort may be the last to end."""
 GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three
 seconds in all."""
+MAKE_WAY_S = 60.0
+"""Seconds in which ranks that make way for another run reach the end of their step, or their next
+checkpoint. Then they are stopped where they are, and continue from their last snapshot."""
 ANSWER_S = (0.5, 1.0)
 """Seconds between two replies of one agent, unless its rank ends: at the start of a run, and later,
 when the ranks need the CPU themselves (a reply costs 3 ms of it, nearly all in Ray)."""

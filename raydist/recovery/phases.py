@@ -47,6 +47,8 @@ class Quiescing(Phase):
 
     joined: str = ""
     """The growth of the cluster, for a person; empty if no nodes have joined."""
+    wanted_by: str = ""
+    """The run that needs the room, for a person; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,14 @@ class RankRaised:
 
 
 @dataclass(frozen=True)
+class MakeWay:
+    """Another run needs the room, and comes first."""
+
+    wanted_by: str
+    """That run, for a person."""
+
+
+@dataclass(frozen=True)
 class Quiesced:
     """The ranks can be stopped now without losing a step."""
 
@@ -80,7 +90,15 @@ class TimePassed:
 
 
 Happening = (
-    Stopped | ConfirmedHang | DrainNotice | NodesJoined | End | RankRaised | Quiesced | TimePassed
+    Stopped
+    | ConfirmedHang
+    | DrainNotice
+    | NodesJoined
+    | MakeWay
+    | End
+    | RankRaised
+    | Quiesced
+    | TimePassed
 )
 
 
@@ -155,11 +173,22 @@ def advance(
             joined = phase.joined if isinstance(phase, Quiescing) else ""
             record = replace(record, drain=happening)
             return Quiescing(record, min(due, now + happening.share_s), joined), RequestQuiesce()
+        case Quiescing(wanted_by=by), NodesJoined() if by:
+            return phase, None
         case ((Running() | Quiescing()), NodesJoined(text)):
             return Quiescing(record, due, text), RequestQuiesce()
+        case Running(), MakeWay(wanted_by):
+            due = min(due, now + deadlines.MAKE_WAY_S)
+            return Quiescing(record, due, wanted_by=wanted_by), RequestQuiesce()
+        case Quiescing(), MakeWay(wanted_by):
+            due = min(due, now + deadlines.MAKE_WAY_S)
+            return replace(phase, due=due, wanted_by=wanted_by), None
         case Quiescing(AttemptRecord(drain=DrainNotice() as drain)), (Quiesced() | TimePassed()):
             stop = Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)
             return _stop(record, stop, now, ranks)
+        case Quiescing(wanted_by=by), (Quiesced() | TimePassed()) if by:
+            stop = Stop(StopReason.MAKE_WAY, f"makes way for {by}", deadlines.GRACE_S)
+            return _stop(replace(record, makes_way=by), stop, now, ranks)
         case Quiescing(joined=joined), Quiesced():
             stop = Stop(StopReason.RESIZE, f"the size changes: {joined}")
             return _stop(replace(record, resize=joined), stop, now, ranks)

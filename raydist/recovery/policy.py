@@ -28,9 +28,11 @@ class Retry:
     """Another attempt."""
 
     past: tuple[Attempt, ...]
-    """The attempts so far; the last one failed, or was ended to change the number of nodes."""
+    """The attempts so far; the last one failed, was ended to change the number of nodes, or made
+    way for another run."""
     elsewhere: bool = False
-    """Whether it is in a new placement: the nodes are drained, and too few others are ready."""
+    """Whether it is in a new placement: the nodes are drained, and too few others are ready; or
+    another run has them."""
 
     @property
     def number(self) -> int:
@@ -44,7 +46,7 @@ class Retry:
 
     @property
     def cause(self) -> End | None:
-        """The failure that it follows; None if only the number of nodes changes."""
+        """The failure that it follows; None if only the nodes change."""
         return first_cause(self.past[-1].ends)
 
     @property
@@ -97,6 +99,8 @@ def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) ->
     end = first_cause(last.ends)
     if last.error is None and end is None and last.resize:
         return Retry(tuple(past))
+    if last.error is None and end is None and last.made_way and unfinished(last):
+        return Retry(tuple(past), elsewhere=True)
     if last.error is not None or end is None or not rule.max:
         return GiveUp("")
     if end.type in NEVER:
@@ -110,6 +114,11 @@ def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) ->
         within = "" if rule.window_s is None else f" within {rule.window_s:g} s"
         return GiveUp(f"{len(counted)} failures{within}, restart.max={rule.max}")
     return Retry(tuple(past), elsewhere=is_drained(last) and not replaceable)
+
+
+def unfinished(attempt: Attempt) -> bool:
+    """Return whether a rank was stopped: all may have finished just before."""
+    return any(end.how == "stopped" for end in attempt.ends)
 
 
 def is_drained(attempt: Attempt) -> bool:

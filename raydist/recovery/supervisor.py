@@ -18,11 +18,11 @@ from raydist.messages.agent import RankEnd, RankNews, RecordedEnd
 from raydist.recovery import classify, deadlines, phases
 from raydist.recovery.agent_calls import AgentAnswer, AgentCalls, NodeAnswer, ReachableNodes
 from raydist.recovery.classify import RankRecord
-from raydist.recovery.drain_monitor import DrainMonitor
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.in_place import Meeting
-from raydist.recovery.phases import DeclareLost, Phase, RequestQuiesce, Stop, Stopping
+from raydist.recovery.leave_monitor import LeaveMonitor
+from raydist.recovery.phases import DeclareLost, MakeWay, Phase, RequestQuiesce, Stop, Stopping
 from raydist.recovery.policy import Retry
 from raydist.recovery.quiesce import Quiesce
 from raydist.recovery.rank_logs import RankLogs
@@ -36,7 +36,14 @@ from raydist.shared.kinds import EventJson
 from raydist.shared.outcome import End, Slow, StopReason
 
 Received = (
-    AgentAnswer | NodeAnswer | ReachableNodes | Stopped | ConfirmedHang | DrainNotice | NodesJoined
+    AgentAnswer
+    | NodeAnswer
+    | ReachableNodes
+    | Stopped
+    | ConfirmedHang
+    | DrainNotice
+    | MakeWay
+    | NodesJoined
 )
 """What the supervisor receives: the reply of an agent, or of a node, a signal, or a monitor's
 message."""
@@ -83,6 +90,11 @@ class Supervisor:
         return self._phase.record.resize
 
     @property
+    def made_way(self) -> str:
+        """For which other run the ranks were stopped; empty for none."""
+        return self._phase.record.makes_way
+
+    @property
     def slow(self) -> list[Slow]:
         """The stragglers in the latest report."""
         return self._slow.latest
@@ -98,7 +110,7 @@ class Supervisor:
             for rank in range(self._world):
                 self._request_news(rank)
             stack.enter_context(self._hangs)
-            stack.enter_context(DrainMonitor(group, post))
+            stack.enter_context(LeaveMonitor(group, post))
             stack.enter_context(ResizeMonitor(group, events, post))
             stack.enter_context(self._quiesce)
             stack.enter_context(Vitals(events, self._pace, group.plan, group.call))

@@ -93,6 +93,8 @@ class Console(AbstractContextManager["Console"]):
             case kinds.Restart():
                 self._show_pending()
                 self._pending = event
+            case kinds.Pause():
+                self._screen.say(f"pause {event.text}", "yellow")
             case kinds.Restarted():
                 self._on_restarted(event)
             case kinds.Resize():
@@ -128,8 +130,9 @@ class Console(AbstractContextManager["Console"]):
         self._screen.say(f"warning: {text if rank is None else of_ranks(text, {rank})}", "yellow")
 
     def _on_restarted(self, event: kinds.Restarted) -> None:
-        if event.resized:
-            self._screen.say(f"resize: {wording.restart_cost(event)}", "green")
+        if event.resized or event.paused:
+            what = "pause" if event.paused else "resize:"
+            self._screen.say(f"{what} {wording.restart_cost(event)}", "green")
             return
         failure = f" {self._pending.text};" if self._pending else ""
         self._pending = None

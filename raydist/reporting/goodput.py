@@ -19,6 +19,11 @@ class Spent:
 
     failures: Failures = field(default_factory=Failures)
     launch_s: float = 0.0
+    queued_s: float = 0.0
+    """Seconds in the cluster's queue, at first and after the run made way for another."""
+    has_paused: bool = False
+    paused_at: float | None = None
+    """When the run made way, while it is paused."""
     earlier_s: float = 0.0
     """Seconds in steps of earlier attempts."""
     repeated_s: float = 0.0
@@ -45,7 +50,9 @@ class Spent:
         """Process one event."""
         self.failures.add(event)
         match event:
-            case kinds.Phase() if not self.failures.found:  # later phases are part of a restart
+            case kinds.Phase(name="queue") if self.launching:
+                self.queued_s += event.s
+            case kinds.Phase() if self.launching:
                 self.launch_s += event.s
             case kinds.Report(rank=0) if event.step is not None:
                 self._step(event)
@@ -57,8 +64,24 @@ class Spent:
                 self.now = {what: s for what, s in event.spent.items() if what != "step"}
             case kinds.StartsAttempt():
                 self._end_attempt()
+                if isinstance(event, kinds.Pause):
+                    self.has_paused = True
+                    self.paused_at = event.t
+            case kinds.Result():
+                self._end_pause(event.t)
             case kinds.Restarted():
+                self._end_pause(event.t)
                 self.repeated_s += min(self.earlier_s, event.repeated * self.step_mean_s)
+
+    @property
+    def launching(self) -> bool:
+        """Whether a phase is one of the launch: later ones are part of a restart, or of a pause."""
+        return not self.failures.found and not self.has_paused
+
+    def _end_pause(self, t: float) -> None:
+        if self.paused_at is not None:
+            self.queued_s += t - self.paused_at
+        self.paused_at = None
 
     def _step(self, report: kinds.Report) -> None:
         # A second report of the same step is an evaluation, whose time does not belong to a step.
@@ -108,6 +131,7 @@ class Spent:
         known = {
             "steps": min(wall_s, self.step_s),
             "launch": self.launch_s,
+            **({"queue": self.queued_s} if self.queued_s else {}),
             "failures": sum(self.failure_times(end)),
             "repeated steps": self.repeated_s,
             **{NAMES.get(what, what): s for what, s in other_s.items()},

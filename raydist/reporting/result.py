@@ -242,7 +242,7 @@ class Figures:
                     self.warned.setdefault(happened.text, Counter())[happened.rank] += 1
             case kinds.Plan():
                 self.world_size = happened.world_size
-            case kinds.Phase() if not self.spent.failures.found:  # later phases belong to a restart
+            case kinds.Phase() if self.spent.launching:
                 self.launch[happened.name] = self.launch.get(happened.name, 0.0) + happened.s
             case kinds.Report(rank=0):
                 self._add_report(happened)

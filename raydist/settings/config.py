@@ -351,6 +351,24 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Queue:
+    """The order in which runs get room on a Ray cluster (queue=on, queue=off)."""
+
+    enabled: bool = False
+    """Wait in the cluster's queue while there is no room, and make way for runs of higher
+    priority."""
+    priority: str = "normal"
+    """high, normal, low, or a whole number: they are 100, 0 and -100. Runs of equal priority are
+    placed in the order in which they came."""
+    exempt_s: float = at_least(0, 600.0)
+    """Seconds that a run has to itself once it is placed; after that, runs of higher priority may
+    take its room."""
+    killable: bool = False
+    """Whether a program (script=) makes way, too. raydist cannot stop it after a step: it gets
+    SIGTERM, and is started anew later."""
+
+
+@dataclass(frozen=True)
 class Watch:
     """What is shown during the run."""
 
@@ -438,6 +456,7 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     snapshot: Snapshot = field(default_factory=Snapshot)
     restart: Restart = field(default_factory=Restart)
+    queue: Queue = field(default_factory=Queue)
     watch: Watch = field(default_factory=Watch)
     track: list[str] = field(default_factory=list)
     """Experiment trackers that get what the run reports: tensorboard, mlflow, wandb, trackio;

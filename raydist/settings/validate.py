@@ -12,6 +12,7 @@ from raydist.settings import in_place
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
+from raydist.settings.priority import priority_of
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 
@@ -84,6 +85,7 @@ def validate(job: Job) -> Job:
     if job.backend.name == "horovod":
         _check_horovod(job.backend, job.init_method)
     in_place.check(job)
+    priority_of(job.queue.priority)
     _check_size(job)
     _check_sweep(job.sweep)
     _check_repeatable(job)

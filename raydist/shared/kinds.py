@@ -492,6 +492,10 @@ class Regroup(StartsAttempt):
     """The next attempt begins, because the number of nodes changes."""
 
 
+class Pause(StartsAttempt):
+    """The run has made way for another one, and waits in the queue for its next attempt."""
+
+
 class Placed(HasSlots):
     """Every rank has a slot for the attempt."""
 
@@ -513,6 +517,8 @@ class Restarted(Event):
     """Steps that were lost."""
     resized: bool = False
     """Whether only the number of nodes changed: nothing had failed."""
+    paused: bool = False
+    """Whether the run had made way for another one: nothing had failed."""
     kept: Sequence[int] = ()
     """The ranks that kept their processes (`restart.in_place`)."""
     why_not_kept: str = ""

@@ -39,6 +39,7 @@ class StopReason(Enum):
     HANG = "hang"
     DRAIN = "drain"
     RESIZE = "resize"
+    MAKE_WAY = "make way"
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class Attempt:
     """Why no other attempt followed, if this one failed."""
     resize: str = ""
     """Why the attempt was ended to change the number of nodes, as text; empty if it was not."""
+    made_way: str = ""
+    """For which other run the attempt was ended, as text; empty for none."""
 
     @property
     def reached(self) -> int:

@@ -64,6 +64,8 @@ class FakeGroup:
         self.recorded: dict[int, RecordedEnd] = {}
         """How ranks ended, as recorded on their nodes."""
         self.values: dict[int, Any] = {}
+        self.wanted = ""
+        """The run that needs the room of this one."""
         self.away: dict[str, float] = {}
         """Nodes that are being drained, each with its deadline."""
         self.open: dict[int, queue.SimpleQueue[Future[Any]]] = {
@@ -97,6 +99,9 @@ class FakeGroup:
 
     def keep_value(self, rank: int, value: Any) -> None:
         self.values[rank] = value
+
+    def wanted_by(self) -> str:
+        return self.wanted
 
     def draining(self) -> dict[str, float]:
         return self.away

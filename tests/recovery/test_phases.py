@@ -12,7 +12,7 @@ import pytest
 from raydist.cluster.drain import DrainNotice
 from raydist.launch.limits import SILENT_S, longest
 from raydist.recovery.classify import AttemptRecord
-from raydist.recovery.deadlines import DYING_S, GRACE_S, VICTIM_S
+from raydist.recovery.deadlines import DYING_S, GRACE_S, MAKE_WAY_S, VICTIM_S
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis
 from raydist.recovery.phases import (
     Action,
@@ -20,6 +20,7 @@ from raydist.recovery.phases import (
     Failing,
     Finishing,
     Happening,
+    MakeWay,
     Phase,
     Quiesced,
     Quiescing,
@@ -59,6 +60,8 @@ BY_SIGNAL = Stop(StopReason.SIGNAL, str(SIGTERM), GRACE_S)
 BY_HANG = Stop(StopReason.HANG, "ranks hang")
 BY_FAILURE = Stop(StopReason.FAILURE, "a rank failed")
 BY_DRAIN = Stop(StopReason.DRAIN, "its nodes are drained", 10.0)
+WANTED = "gpt of ana@login"
+BY_QUEUE = Stop(StopReason.MAKE_WAY, f"makes way for {WANTED}", GRACE_S)
 BY_RESIZE = Stop(StopReason.RESIZE, f"the size changes: {GROWTH}")
 
 SENT = Stopping(DRAINED, 105.0, since=95.0, final=140.0)
@@ -69,6 +72,7 @@ ALL = [
     Finishing(),
     Quiescing(DRAINED, 103.0),
     Quiescing(joined=GROWTH),
+    Quiescing(due=103.0, wanted_by=WANTED),
     Failing(due=100.2),
     SENT,
 ]
@@ -136,6 +140,53 @@ ALL = [
             RequestQuiesce(),
         ),
         (Quiescing(DRAINED, 103.0, GROWTH), Quiesced(), stopping(DRAINED, 10.0), BY_DRAIN),
+        # Another run needs the room.
+        (
+            Running(),
+            MakeWay(WANTED),
+            Quiescing(due=NOW + MAKE_WAY_S, wanted_by=WANTED),
+            RequestQuiesce(),
+        ),
+        (
+            Quiescing(due=103.0, wanted_by=WANTED),
+            Quiesced(),
+            stopping(AttemptRecord(makes_way=WANTED), GRACE_S),
+            BY_QUEUE,
+        ),
+        (
+            Quiescing(due=99.0, wanted_by=WANTED),
+            TimePassed(),
+            stopping(AttemptRecord(makes_way=WANTED), GRACE_S),
+            BY_QUEUE,
+        ),
+        (Finishing(), MakeWay(WANTED), Finishing(), None),
+        (Failing(due=100.2), MakeWay(WANTED), Failing(due=100.2), None),
+        (
+            Quiescing(joined=GROWTH),
+            MakeWay(WANTED),
+            Quiescing(due=NOW + MAKE_WAY_S, joined=GROWTH, wanted_by=WANTED),
+            None,
+        ),
+        (
+            Quiescing(due=103.0, joined=GROWTH, wanted_by=WANTED),
+            Quiesced(),
+            stopping(AttemptRecord(makes_way=WANTED), GRACE_S),
+            BY_QUEUE,
+        ),
+        (
+            Quiescing(due=103.0, wanted_by=WANTED),
+            NodesJoined(GROWTH),
+            Quiescing(due=103.0, wanted_by=WANTED),
+            None,
+        ),
+        # The drain decides: it leaves these nodes, too.
+        (
+            Quiescing(DRAINED, 103.0, wanted_by=WANTED),
+            Quiesced(),
+            stopping(DRAINED, 10.0),
+            BY_DRAIN,
+        ),
+        (SENT, MakeWay(WANTED), SENT, None),
         # The stop was sent: nothing but a signal changes it.
         (SENT, KILLED, SENT, None),
         (SENT, RankRaised(), SENT, None),
@@ -195,6 +246,7 @@ HAPPENINGS: list[Happening] = [
     HANG,
     DRAIN,
     NodesJoined(GROWTH),
+    MakeWay(WANTED),
     FINISHED,
     KILLED,
     VICTIM,

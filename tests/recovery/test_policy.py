@@ -47,6 +47,20 @@ def test_what_went_well_or_was_stopped_is_not_done_again() -> None:
     assert decide(RULE, [replace(attempt(KILLED, 5), error=LaunchError("no place"))]) == GiveUp("")
 
 
+def test_a_run_that_made_way_goes_on_elsewhere_unless_it_has_finished() -> None:
+    ends = [End(rank, "a", "stopped", 2.0 + rank, step=7) for rank in (0, 1)]
+    made_way = Attempt(ends, made_way="gpt of ana@login")
+    verdict = decide(Restart(max=0), [made_way])
+    assert isinstance(verdict, Retry)
+    assert verdict.elsewhere
+    assert (verdict.cause, verdict.failures, verdict.since) == (None, 0, 3.0)
+    finished = replace(made_way, ends=[replace(end, how="finished") for end in ends])
+    assert decide(Restart(max=0), [finished]) == GiveUp("")
+    stopped = replace(made_way, error=Stopped(signal.SIGINT))
+    assert decide(RULE, [stopped]) == GiveUp("")
+    assert without_progress([*history((KILLED, 10)), made_way, *history((KILLED, 10))]) == 2
+
+
 @pytest.mark.parametrize("end", [KILLED, RAISED, LOST, PREEMPTED])
 def test_a_first_failure_is_forgiven_and_the_restart_knows_what_it_mends(end: End) -> None:
     verdict = decide(RULE, history((end, 10)))

@@ -26,7 +26,7 @@ from raydist.messages.agent import (
 )
 from raydist.messages.rank import HoldRank, StopAfter
 from raydist.messages.request import Request
-from raydist.recovery import deadlines, drain_monitor, hang, resize, straggler
+from raydist.recovery import deadlines, hang, leave_monitor, resize, straggler
 from raydist.recovery.policy import Retry
 from raydist.recovery.silences import Silences
 from raydist.shared import kinds
@@ -322,11 +322,29 @@ def test_a_hang_that_is_certain_ends_the_run_and_names_the_culprit(
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitors look at the nodes without waiting."""
-    monkeypatch.setattr(drain_monitor, "POLL_S", 0.01)
+    monkeypatch.setattr(leave_monitor, "POLL_S", 0.01)
     monkeypatch.setattr(resize, "LOOK_S", 0.01)
 
 
 STEPS = {HoldRank: lambda rank: 5 + rank, StopAfter: lambda rank: None}
+
+
+def test_ranks_make_way_after_a_step_of_all(tmp_path: Path, often: None) -> None:
+    with Trial(tmp_path, replies=STEPS) as trial:
+        trial.answer(0, event("begin", rank=0, resumed=0))
+        trial.group.wanted = "gpt of ana@login"
+        wait_until(lambda: len(trial.group.recipients(StopAfter)) == 2, "both ranks are to stop")
+        trial.answer(1, event("left", rank=1, step=6), step=6)
+        assert trial.group.stops == []
+        trial.answer(0, event("left", rank=0, step=6), step=6)
+        assert trial.stopped() == ([0, 1], deadlines.GRACE_S)
+        trial.end(0, signum=15, step=6)
+        # a rank that loses its peers because of the stop
+        trial.answer(1, event("raised", rank=1, type="RuntimeError", message="gone", step=6))
+        trial.end(1, code=1, step=6)
+        ends = trial.ends()
+    assert [end.how for end in ends] == ["stopped", "stopped"]
+    assert trial.kinds("stop")[0]["reason"] == "makes way for gpt of ana@login"
 
 
 def test_drained_nodes_are_left_after_a_step_of_all_ranks(tmp_path: Path, often: None) -> None:

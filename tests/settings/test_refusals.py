@@ -347,6 +347,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         1,
         "restart=none",
     ),
+    "a priority that is none": (
+        ["queue=on", "queue.priority=urgent"],
+        "queue.priority",
+        "urgent",
+        "queue.priority=high",
+    ),
     "horovod with tcp": (
         ["backend=horovod", "init_method=tcp"],
         "init_method",

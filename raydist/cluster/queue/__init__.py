@@ -1,0 +1,14 @@
+"""The order in which runs of many drivers get room on one Ray cluster. (driver)
+
+Input: a run's ResourceRequest and its settings `queue`. Output: its turn, and later the notice that
+a run of higher priority needs its room. There is no server: each driver writes one entry into the
+GCS's key-value store, reads all others, and computes the same order.
+
+    entry.py              What a run tells the others in the queue: its size, priority, state; as
+                          JSON
+    order.py              (entries, nodes) -> which waiting run may be placed now, which run makes
+                          way
+    store.py              The entries in the key-value store of Ray's GCS
+    turn.py               A run's way through the queue: it waits for its turn, holds room, makes
+                          way
+"""

@@ -1,0 +1,105 @@
+"""What a run tells the others in the queue: its size, priority, state; as JSON. (pure)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raydist.cluster.nodes import ResourceRequest
+
+VERSION = 1
+"""Version of the JSON. An entry of another version is not read: its run is as one without queue."""
+WAITING, PLACING, RUNNING, LEAVING = "waiting", "placing", "running", "leaving"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The bundles of a run's placement group. All are placed at once, or none."""
+
+    bundles: int
+    bundle: Mapping[str, float]
+    """Resources of one bundle."""
+    strategy: str
+    """Of the placement group: STRICT_SPREAD, STRICT_PACK, PACK or SPREAD."""
+    selector: Mapping[str, str]
+    """Ray label selector of every bundle."""
+
+    @classmethod
+    def of(cls, request: ResourceRequest) -> Demand:
+        """Return the demand of a run's request."""
+        return cls(
+            len(request.bundles), request.bundles[0], request.strategy, dict(request.selector)
+        )
+
+    def as_request(self) -> ResourceRequest:
+        """Return a request for the same bundles, of one rank each."""
+        return ResourceRequest(
+            backend="",
+            world_size=self.bundles,
+            bundles=(self.bundle,) * self.bundles,
+            ranks_per_bundle=1,
+            strategy=self.strategy,
+            rank_resources=self.bundle,
+            selector=self.selector,
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run in the queue. Its own driver alone writes it."""
+
+    id: str
+    """The id of the driver's Ray job, a slash, and what tells the runs of that job apart."""
+    name: str
+    folder: str
+    owner: str
+    """user@host of the driver."""
+    priority: int
+    since: float
+    """When the run entered the queue for the first time, in seconds since the epoch."""
+    exempt_s: float
+    """Seconds after `placed` in which it does not make way."""
+    yields: bool
+    """Whether it makes way for runs of higher priority."""
+    demand: Demand
+    state: str = WAITING
+    """waiting; placing: its placement group exists, maybe without room; running; leaving: it has
+    been asked to make way, and is about to wait again."""
+    placed: float = 0.0
+    """When it was placed, in seconds since the epoch, while it is running or leaving."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Node id -> number of its bundles there, while it is running or leaving."""
+    beat: int = 0
+    """Grows every second while the driver is alive and not stopped."""
+
+    @property
+    def job(self) -> str:
+        """The id of the driver's Ray job."""
+        return self.id.partition("/")[0]
+
+    @property
+    def in_line(self) -> bool:
+        """Whether it has no room yet."""
+        return self.state in (WAITING, PLACING)
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """The key by which the queue is sorted: priority, then time; the id settles a tie."""
+        return -self.priority, self.since, self.id
+
+    def to_json(self) -> bytes:
+        """Return the entry for the store."""
+        return json.dumps({"version": VERSION, **asdict(self)}).encode()
+
+
+def read_entry(value: bytes) -> Entry | None:
+    """Return the entry in a value of the store; None if another version of raydist wrote it."""
+    try:
+        plain: dict[str, Any] = json.loads(value)
+        if plain.pop("version") != VERSION:
+            return None
+        return Entry(**{**plain, "demand": Demand(**plain["demand"])})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

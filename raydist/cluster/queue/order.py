@@ -1,0 +1,201 @@
+"""(entries, nodes) -> which waiting run may be placed now, which run makes way. (pure)
+
+Every driver computes this from the same entries, so nobody has to be asked. Drivers that have read
+at different moments may disagree for a second. That is harmless: Ray never gives a resource twice,
+and a run that gets no room in its turn gives its placement group back (turn.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from raydist.cluster.nodes import Capacity, Node, fit_count, matches, room
+from raydist.cluster.queue.entry import LEAVING, Demand, Entry
+from raydist.cluster.shortage import describe_shortage
+from raydist.shared.rank_names import counted
+
+Free = Mapping[str, Mapping[str, float]]
+"""Node id -> resources that nobody holds."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run in line does now."""
+
+    start: bool
+    """Whether it may be placed."""
+    reason: str = ""
+    """Why it waits, for a person."""
+    first: bool = False
+    """Whether it is the first that waits."""
+    asks: tuple[str, ...] = ()
+    """The ids of running entries that are to make way for it."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the queue knows of the cluster besides the entries."""
+
+    nodes: Sequence[Node]
+    """Those that are alive and not being drained."""
+    coming: Capacity | None = ()
+    """What the autoscaler may add; None if that is unknown."""
+
+    @property
+    def free(self) -> Free:
+        """What nobody holds now."""
+        return {node.id: node.free for node in self.nodes}
+
+
+def order_runs(
+    entries: Iterable[Entry], cluster: Cluster, asked: Collection[str], now: float
+) -> dict[str, Verdict]:
+    """Return what each run in line does, by id.
+
+    Runs of higher priority come first, then those that entered first. The first that does not fit
+    keeps all others back: otherwise small runs would pass it for ever. `asked`: ids of entries that
+    have been asked to make way. `now`: seconds since the epoch.
+    """
+    entries = list(entries)
+    line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
+    placed = [each for each in entries if not each.in_line]
+    free = cluster.free
+    verdicts: dict[str, Verdict] = {}
+    for place, entry in enumerate(line):
+        taken = place_bundles(entry.demand, free, cluster.nodes)
+        if taken is not None:
+            verdicts[entry.id] = Verdict(True)
+            free = changed(free, entry.demand.bundle, taken, -1)
+            continue
+        if can_grow(entry.demand, free, cluster):
+            # The autoscaler learns of a demand from a placement group that waits: only from this.
+            verdicts[entry.id] = Verdict(True)
+        else:
+            asks = make_way(entry, placed, free, cluster.nodes, asked, now)
+            reason = why_it_waits(entry, placed, free, cluster.nodes)
+            verdicts[entry.id] = Verdict(False, reason, first=True, asks=asks)
+        verdicts |= {each.id: Verdict(False, text) for each, text in behind(line, place)}
+        break
+    return verdicts
+
+
+def place_bundles(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int] | None:
+    """Return how many bundles each node would hold, by id; None if there is no room for all."""
+    fits = {
+        node.id: bundles
+        for node in nodes
+        if matches(node.labels, demand.selector)
+        and (bundles := fit_count(free[node.id], demand.bundle))
+    }
+    if room(demand.as_request(), [(bundles, 1) for bundles in fits.values()]) < demand.bundles:
+        return None
+    if demand.strategy == "STRICT_SPREAD":
+        return dict.fromkeys(list(fits)[: demand.bundles], 1)
+    taken: dict[str, int] = {}
+    for node, bundles in sorted(fits.items(), key=lambda each: -each[1]):
+        if missing := demand.bundles - sum(taken.values()):
+            taken[node] = min(bundles, missing)
+    return taken
+
+
+def changed(
+    free: Free, bundle: Mapping[str, float], held: Mapping[str, int], sign: int
+) -> dict[str, Mapping[str, float]]:
+    """Return what is free once bundles are given back (`sign` 1) or taken (-1).
+
+    `held`: node id -> number of bundles. Nodes that are gone do not count.
+    """
+    after = dict(free)
+    for node, bundles in held.items():
+        if node in after:
+            amounts = {name: sign * amount * bundles for name, amount in bundle.items()}
+            have = after[node]
+            after[node] = {
+                name: round(have.get(name, 0.0) + amounts.get(name, 0.0), 4)
+                for name in {**have, **amounts}
+            }
+    return after
+
+
+def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
+    """Return whether there is room once the autoscaler has added what it may."""
+    if cluster.coming is None:
+        return True
+    here = [
+        (fit_count(free[node.id], demand.bundle), 1)
+        for node in cluster.nodes
+        if matches(node.labels, demand.selector)
+    ]
+    more = [(fit_count(have, demand.bundle), number) for have, number in cluster.coming]
+    return bool(more) and room(demand.as_request(), [*here, *more]) >= demand.bundles
+
+
+def make_way(
+    entry: Entry,
+    placed: Sequence[Entry],
+    free: Free,
+    nodes: Sequence[Node],
+    asked: Collection[str],
+    now: float,
+) -> tuple[str, ...]:
+    """Return the ids of further runs that must make way so that this one fits; () if none need to.
+
+    Also () if it would not fit even then. The run that loses least makes way: the lowest priority
+    first, then the one that was placed last. A run in its first exempt_s seconds does not.
+    """
+    free = with_back(free, [each for each in placed if leaves(each, asked)])
+    if place_bundles(entry.demand, free, nodes) is not None:
+        return ()
+    able = [
+        each
+        for each in placed
+        if each.yields
+        and not leaves(each, asked)
+        and each.priority < entry.priority
+        and now - each.placed >= each.exempt_s
+    ]
+    chosen: list[Entry] = []
+    for each in sorted(able, key=lambda each: (each.priority, -each.placed)):
+        chosen.append(each)
+        if place_bundles(entry.demand, with_back(free, chosen), nodes) is not None:
+            break
+    else:
+        return ()
+    # The last one made room for all: some of those before it may not be needed.
+    for each in chosen[:-1]:
+        fewer = [other for other in chosen if other is not each]
+        if place_bundles(entry.demand, with_back(free, fewer), nodes) is not None:
+            chosen = fewer
+    return tuple(each.id for each in chosen)
+
+
+def leaves(entry: Entry, asked: Collection[str]) -> bool:
+    """Return whether a placed run is about to give its room back."""
+    return entry.state == LEAVING or entry.id in asked
+
+
+def with_back(free: Free, entries: Iterable[Entry]) -> Free:
+    """Return what is free once these entries have given back what they hold."""
+    for each in entries:
+        free = changed(free, each.demand.bundle, each.held, 1)
+    return free
+
+
+def why_it_waits(entry: Entry, placed: Sequence[Entry], free: Free, nodes: Sequence[Node]) -> str:
+    """Return what the first run in line waits for, and which runs hold it."""
+    seen = [replace(node, free=free[node.id]) for node in nodes]
+    lacking = describe_shortage(entry.demand.as_request(), seen)
+    able = {node.id for node in nodes if matches(node.labels, entry.demand.selector)}
+    holders = [each for each in placed if able & each.held.keys()]
+    named = [f"{each.name} of {each.owner}" for each in holders[:3]]
+    named += [f"{counted(len(holders) - 3, 'more run')}"] if len(holders) > 3 else []
+    return f"{lacking}; held by {', '.join(named)}" if named else lacking
+
+
+def behind(line: Sequence[Entry], place: int) -> Iterator[tuple[Entry, str]]:
+    """Yield each run that waits behind the run at this place, and whom it waits for."""
+    first = line[place]
+    for number, entry in enumerate(line[place + 1 :], 1):
+        others = f" and {counted(number - 1, 'other run')}" if number > 1 else ""
+        yield entry, f"waiting behind {first.name} of {first.owner}{others}"

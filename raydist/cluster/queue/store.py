@@ -1,0 +1,73 @@
+"""The entries in the key-value store of Ray's GCS. (driver)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from raydist.cluster import ray_private
+from raydist.cluster.queue.entry import Entry, read_entry
+
+RUNS = "raydist/queue/run/"
+"""Before an entry's id: the key of the entry."""
+ASKED = "raydist/queue/asked/"
+"""Before an entry's id: the key of the request that it makes way, with the name of who needs it."""
+
+
+@dataclass(frozen=True)
+class Everything:
+    """What the store has of the queue."""
+
+    entries: list[Entry]
+    asked: dict[str, str]
+    """Entry id -> the run for which it was asked to make way, as a text for a person."""
+
+
+def put_entry(entry: Entry) -> None:
+    """Write an entry over its former version."""
+    ray_private.kv_put(RUNS + entry.id, entry.to_json())
+
+
+def remove_entry(id: str) -> None:
+    """Remove an entry, and the request to it."""
+    for prefix in (RUNS, ASKED):
+        ray_private.kv_delete(prefix + id)
+
+
+def request_way(id: str, for_whom: str) -> None:
+    """Ask the run with this entry to make way; an earlier request stays as it is."""
+    ray_private.kv_put(ASKED + id, json.dumps(for_whom).encode(), overwrite=False)
+
+
+def forget_request(id: str) -> None:
+    """Remove the request to an entry, which has been met."""
+    ray_private.kv_delete(ASKED + id)
+
+
+def asked_by(id: str) -> str:
+    """Return for whom the run with this entry is to make way; empty for nobody."""
+    value = ray_private.kv_get(ASKED + id)
+    return str(json.loads(value)) if value else ""
+
+
+def read_all() -> Everything:
+    """Return all entries of drivers that are alive; remove what others have left."""
+    found = ray_private.kv_values("raydist/queue/")
+    dead = ray_private.dead_jobs()
+    entries: list[Entry] = []
+    asked: dict[str, str] = {}
+    for key, value in found.items():
+        id = key.removeprefix(RUNS).removeprefix(ASKED)
+        if id.partition("/")[0] in dead:
+            ray_private.kv_delete(key)
+        elif key.startswith(ASKED):
+            asked[id] = str(json.loads(value))
+        elif (entry := read_entry(value)) is not None:
+            entries.append(entry)
+    return Everything(entries, asked)
+
+
+def as_listed(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries as a person reads them: those with room first, then the line."""
+    return sorted(entries, key=lambda each: (each.in_line, each.order))

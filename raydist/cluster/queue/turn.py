@@ -1,0 +1,226 @@
+"""A run's way through the queue: it waits for its turn, holds room, makes way. (driver)"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raydist.cluster import connect
+from raydist.cluster.nodes import Node, ResourceRequest, select_nodes, still_to_come
+from raydist.cluster.queue import order, store
+from raydist.cluster.queue.entry import LEAVING, PLACING, RUNNING, WAITING, Demand, Entry
+from raydist.cluster.queue.order import Cluster, Verdict
+from raydist.settings.config import Job
+from raydist.settings.priority import priority_of
+from raydist.shared import kinds, signals
+from raydist.shared.events import Events
+
+BEAT_S = 1.0
+"""Seconds between two beats of an entry."""
+SILENT_S = 3.0
+"""Seconds without a beat after which a run in line is passed over: its driver is stopped, or cut
+off. The GCS knows within milliseconds of drivers that have ended."""
+ASKED_S = 0.25
+"""Seconds between two looks whether a run is to make way. Each costs a millisecond."""
+FIRST_S, LATER_S = 0.25, 1.0
+"""Seconds between two looks of the first run in line, and of those behind it."""
+TRY_S = 2.0
+"""Seconds in which Ray places a group that has room."""
+
+
+class TurnPassed(Exception):
+    """Another run comes first now, and this one's placement group has got no room."""
+
+
+class Turn:
+    """What placing a run needs to know of the queue. This one is for a run outside the queue."""
+
+    waited_s = 0.0
+    """Seconds that the run has waited for its turn in this placement."""
+
+    @contextlib.contextmanager
+    def entered(self, request: ResourceRequest) -> Iterator[None]:
+        """Be in the queue with this request while the block runs."""
+        yield
+
+    def wait(self) -> None:
+        """Wait until the run may be placed."""
+
+    def check(self) -> None:
+        """Raise TurnPassed if a placement group that has no room yet must be given back."""
+
+    def placed(self, nodes: Sequence[Node]) -> None:
+        """Note that the run has room. `nodes`: that of each bundle."""
+
+    def wanted_by(self) -> str:
+        """Return for which run it is to make way, for a person; empty for none."""
+        return ""
+
+
+class QueuedTurn(Turn):
+    """The turn of a run in the cluster's queue, in all its placements."""
+
+    def __init__(self, job: Job, events: Events) -> None:
+        self._job = job
+        self._events = events
+        self._since = time.time()
+        self._number = uuid.uuid4().hex[:8]
+        self._entry: Entry | None = None
+        self._lock = threading.Lock()
+        """Held while the entry changes: the thread that beats does so, too."""
+        self._over = threading.Event()
+        self._wanted_by = ""
+        self._beats: dict[str, tuple[int, float]] = {}
+        """Entry id -> its last beat, and when this process first saw it, by the monotonic clock."""
+        self._began = 0.0
+        """When the placement group was created, by the monotonic clock."""
+
+    @contextlib.contextmanager
+    def entered(self, request: ResourceRequest) -> Iterator[None]:
+        job = self._job
+        script = bool(job.script)
+        self._wanted_by = ""
+        self.waited_s = 0.0
+        self._over = threading.Event()
+        self._write(
+            Entry(
+                id=f"{ray_job()}/{self._number}",
+                name=job.name,
+                folder=job.dir,
+                owner=owner(),
+                priority=priority_of(job.queue.priority),
+                since=self._since,
+                exempt_s=job.queue.exempt_s,
+                yields=job.queue.killable if script else job.backend.name != "mpi",
+                demand=Demand.of(request),
+            )
+        )
+        beating = threading.Thread(target=self._beat, name="raydist-queue", daemon=True)
+        beating.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            beating.join()
+            with contextlib.suppress(Exception):  # the GCS is gone, and the entry with it
+                store.remove_entry(self._own.id)
+
+    def wait(self) -> None:
+        said = ""
+        began = time.monotonic()
+        while not (verdict := self._look()).start:
+            for id in verdict.asks:
+                store.request_way(id, f"{self._job.name} of {self._own.owner}")
+            if verdict.reason != said:
+                self._events.add(kinds.Wait(text=f"in the queue: {verdict.reason}"))
+            said = verdict.reason
+            until = time.monotonic() + (FIRST_S if verdict.first else LATER_S)
+            while time.monotonic() < until:
+                signals.raise_again()
+                time.sleep(FIRST_S / 2)
+        self._change(state=PLACING)
+        self._began = time.monotonic()
+        self.waited_s += self._began - began if said else 0.0
+
+    def check(self) -> None:
+        if time.monotonic() - self._began > TRY_S and not self._look().start:
+            self._change(state=WAITING)
+            raise TurnPassed
+
+    def placed(self, nodes: Sequence[Node]) -> None:
+        held: dict[str, int] = {}
+        for node in nodes:
+            held[node.id] = held.get(node.id, 0) + 1
+        self._change(state=RUNNING, placed=time.time(), held=held)
+
+    def wanted_by(self) -> str:
+        return self._wanted_by
+
+    @property
+    def _own(self) -> Entry:
+        assert self._entry is not None, "not in the queue"
+        return self._entry
+
+    def _look(self) -> Verdict:
+        """Return what the queue says of this run now."""
+        found = store.read_all()
+        others = [each for each in found.entries if each.id != self._own.id]
+        cluster = seen_cluster(self._job)
+        return order.order_runs(
+            [*self._heard(others), self._own], cluster, found.asked.keys(), time.time()
+        )[self._own.id]
+
+    def _heard(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Yield the entries without those in line whose drivers are silent."""
+        now = time.monotonic()
+        for entry in entries:
+            beat, since = self._beats.get(entry.id, (-1, now))
+            if beat != entry.beat:
+                since = now
+            self._beats[entry.id] = entry.beat, since
+            if not entry.in_line or now - since < SILENT_S:
+                yield entry
+
+    def _beat(self) -> None:
+        """Show that this driver is alive, and notice that another run needs its room."""
+        over, beat_at = self._over, 0.0
+        while not over.wait(ASKED_S):
+            # Whatever the GCS's client raises while the GCS restarts: the next round writes the
+            # entry again, which a GCS without a store of its own has lost.
+            with contextlib.suppress(Exception):
+                if time.monotonic() - beat_at >= BEAT_S:
+                    self._change(beat=self._own.beat + 1)
+                    beat_at = time.monotonic()
+                if self._own.state == RUNNING and (asked := store.asked_by(self._own.id)):
+                    self._wanted_by = asked
+                    self._change(state=LEAVING)
+
+    def _change(self, **fields: Any) -> None:
+        with self._lock:
+            self._write(replace(self._own, **fields))
+
+    def _write(self, entry: Entry) -> None:
+        self._entry = entry
+        store.put_entry(entry)
+
+
+def turn_of(job: Job, events: Events) -> Turn:
+    """Return the turn of a run that is connected to Ray.
+
+    A Ray that this process started has room for nobody else's runs, and no queue.
+    """
+    return QueuedTurn(job, events) if job.queue.enabled and not connect.is_local_ray() else Turn()
+
+
+def seen_cluster(job: Job) -> Cluster:
+    """Return what the queue must know of the cluster, for this job."""
+    nodes, types = connect.remaining_nodes(), connect.node_types()
+    if types is None:
+        return Cluster(nodes, None)
+    chosen, kinds_of_node = select_nodes(nodes, types, job.scale.labels)
+    coming = still_to_come(kinds_of_node, chosen)
+    return Cluster(nodes, [(kind.resources, number) for kind, number in coming])
+
+
+def ray_job() -> str:
+    """Return Ray's id of the job of this process."""
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def owner() -> str:
+    """Return `user@host` of this process."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a uid without a password entry
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

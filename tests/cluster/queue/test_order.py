@@ -1,0 +1,244 @@
+"""Which run of the queue may be placed, and which one makes way: tables, and what always holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raydist.cluster.nodes import Node
+from raydist.cluster.queue.entry import LEAVING, PLACING, RUNNING, Demand, Entry, read_entry
+from raydist.cluster.queue.order import Cluster, order_runs, place_bundles
+
+NOW = 1000.0
+EXEMPT_S = 60.0
+
+
+def node(number: int, free: float, total: float = 8.0, **labels: str) -> Node:
+    name = f"n{number}"
+    return Node(name, f"10.0.0.{number}", name, {"GPU": total}, {"GPU": free}, labels)
+
+
+def demand(bundles: int, gpus: float = 8.0, strategy: str = "STRICT_SPREAD") -> Demand:
+    return Demand(bundles, {"GPU": gpus}, strategy, {})
+
+
+def waits(id: str, bundles: int = 1, priority: int = 0, since: float = 0.0) -> Entry:
+    """Return a run in line for whole nodes."""
+    return Entry(
+        id=f"{id}/0",
+        name=id,
+        folder=f"/runs/{id}",
+        owner="ana@login",
+        priority=priority,
+        since=since,
+        exempt_s=EXEMPT_S,
+        yields=True,
+        demand=demand(bundles),
+    )
+
+
+def runs(id: str, *nodes: int, priority: int = 0, placed: float = 0.0) -> Entry:
+    """Return a run that holds these nodes."""
+    held = {f"n{number}": 1 for number in nodes}
+    entry = waits(id, len(nodes), priority)
+    return replace(entry, state=RUNNING, placed=placed, held=held)
+
+
+def outcome(entries: Sequence[Entry], nodes: Sequence[Node]) -> Mapping[str, bool]:
+    """Return which runs in line may start."""
+    verdicts = order_runs(entries, Cluster(nodes), (), NOW)
+    return {id.partition("/")[0]: verdict.start for id, verdict in verdicts.items()}
+
+
+def asked(entries: Sequence[Entry], nodes: Sequence[Node], before: Sequence[str] = ()) -> list[str]:
+    """Return the runs that are asked to make way."""
+    asked_before = [f"{id}/0" for id in before]
+    verdicts = order_runs(entries, Cluster(nodes), asked_before, NOW)
+    return sorted(id.partition("/")[0] for each in verdicts.values() for id in each.asks)
+
+
+def test_runs_start_in_order_while_there_is_room() -> None:
+    line = [waits("b", since=2), waits("a", since=1), waits("c", since=3)]
+    assert outcome(line, [node(1, 8), node(2, 8)]) == {"a": True, "b": True, "c": False}
+
+
+def test_priority_comes_before_time() -> None:
+    line = [waits("a", since=1), waits("urgent", priority=100, since=2)]
+    assert outcome(line, [node(1, 8)]) == {"urgent": True, "a": False}
+
+
+def test_a_small_run_does_not_pass_a_large_one() -> None:
+    line = [waits("large", bundles=2, since=1), waits("small", since=2)]
+    assert outcome(line, [node(1, 8), node(2, 0)]) == {"large": False, "small": False}
+
+
+def test_reasons_name_what_lacks_and_who_holds_it() -> None:
+    entries = [runs("gpt", 2), waits("a", bundles=2), waits("b", since=1), waits("c", since=2)]
+    verdicts = order_runs(entries, Cluster([node(1, 8), node(2, 0)]), (), NOW)
+    assert verdicts["a/0"].reason == (
+        "waiting for 1 more node with 8 GPU: 1 of 2 ready; n2 has 8 GPU but 8 are taken; "
+        "held by gpt of ana@login"
+    )
+    assert verdicts["a/0"].first
+    assert verdicts["b/0"].reason == "waiting behind a of ana@login"
+    assert verdicts["c/0"].reason == "waiting behind a of ana@login and 1 other run"
+
+
+def test_room_that_a_run_before_will_take_is_not_free() -> None:
+    line = [replace(waits("a", since=1), state=PLACING), waits("b", since=2)]
+    assert outcome(line, [node(1, 8)]) == {"a": True, "b": False}
+
+
+def test_a_group_without_room_is_given_back_for_a_run_of_higher_priority() -> None:
+    line = [replace(waits("a"), state=PLACING), waits("urgent", priority=1, since=5)]
+    assert outcome(line, [node(1, 0)]) == {"a": False, "urgent": False}
+
+
+def test_the_autoscaler_sees_the_first_run_alone() -> None:
+    line = [waits("a", bundles=2, since=1), waits("b", since=2)]
+    for coming in (None, [({"GPU": 8.0}, 1)]):
+        verdicts = order_runs(line, Cluster([node(1, 8)], coming), (), NOW)
+        assert [verdicts[id].start for id in ("a/0", "b/0")] == [True, False]
+    too_few = order_runs(line, Cluster([node(1, 0)], [({"GPU": 8.0}, 1)]), (), NOW)
+    assert not too_few["a/0"].start
+
+
+FULL = [node(1, 0), node(2, 0), node(3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("running", "line", "expected"),
+    [
+        pytest.param([runs("a", 1)], [waits("b")], [], id="equal priority"),
+        pytest.param([runs("a", 1)], [waits("b", priority=1)], ["a"], id="higher priority"),
+        pytest.param(
+            [runs("a", 1, placed=NOW - EXEMPT_S / 2)],
+            [waits("b", priority=1)],
+            [],
+            id="its exemption",
+        ),
+        pytest.param(
+            [replace(runs("a", 1), yields=False)], [waits("b", priority=1)], [], id="cannot stop"
+        ),
+        pytest.param(
+            [runs("a", 1, priority=-1, placed=1.0), runs("b", 2, placed=2.0)],
+            [waits("c", priority=1)],
+            ["a"],
+            id="the lowest priority",
+        ),
+        pytest.param(
+            [runs("a", 1, placed=1.0), runs("b", 2, placed=2.0)],
+            [waits("c", priority=1)],
+            ["b"],
+            id="the last one placed",
+        ),
+        pytest.param(
+            [runs("a", 1, placed=1.0), runs("b", 2, placed=2.0)],
+            [waits("c", 2, priority=1)],
+            ["a", "b"],
+            id="as many as are needed",
+        ),
+        pytest.param(
+            [runs("small", 1, placed=2.0), runs("large", 2, 3, placed=1.0)],
+            [waits("c", 2, priority=1)],
+            ["large"],
+            id="none in vain",
+        ),
+        pytest.param(
+            [runs("a", 1), replace(runs("b", 2), yields=False)],
+            [waits("c", 3, priority=1)],
+            [],
+            id="not enough anyway",
+        ),
+        pytest.param(
+            [replace(runs("a", 1), state=LEAVING), runs("b", 2)],
+            [waits("c", priority=1)],
+            [],
+            id="one is leaving",
+        ),
+        pytest.param(
+            [runs("a", 1), runs("b", 2)],
+            [waits("c", priority=2), waits("d", priority=1, since=1)],
+            ["a"],
+            id="only for the first in line",
+        ),
+    ],
+)
+def test_who_makes_way(running: list[Entry], line: list[Entry], expected: list[str]) -> None:
+    assert asked([*running, *line], FULL) == expected
+
+
+def test_nobody_is_asked_twice_for_the_same_room() -> None:
+    entries = [runs("a", 1), runs("b", 2), waits("c", priority=1)]
+    assert asked(entries, FULL, before=["a"]) == []
+    entries[-1] = waits("c", 2, priority=1)
+    assert asked(entries, FULL, before=["a"]) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (demand(2), {"n1": 1, "n3": 1}),
+        (demand(3), None),
+        (demand(12, 1, "PACK"), {"n1": 8, "n2": 0, "n3": 4}),
+        (demand(8, 1, "STRICT_PACK"), {"n1": 8}),
+        (demand(9, 1, "STRICT_PACK"), None),
+        (demand(21, 1, "PACK"), None),
+        (replace(demand(1), selector={"zone": "b"}), {"n3": 1}),
+        (replace(demand(2), selector={"zone": "b"}), None),
+    ],
+)
+def test_where_bundles_fit(wanted: Demand, expected: dict[str, int] | None) -> None:
+    nodes = [node(1, 8, zone="a"), node(2, 4, zone="a"), node(3, 8, zone="b")]
+    found = place_bundles(wanted, Cluster(nodes).free, nodes)
+    assert found == (expected and {name: n for name, n in expected.items() if n})
+
+
+RUNS = st.lists(
+    st.tuples(
+        st.integers(1, 3), st.integers(-2, 2), st.booleans(), st.sampled_from((0.0, NOW - 1))
+    ),
+    max_size=6,
+)
+
+
+@given(RUNS, st.lists(st.sampled_from((0.0, 8.0)), min_size=1, max_size=4))
+def test_what_always_holds(line: list[tuple[int, int, bool, float]], free: list[float]) -> None:
+    """Those that start fit together, nobody passes, and only lower priorities make way."""
+    nodes = [node(number, gpus) for number, gpus in enumerate(free)]
+    entries = [
+        waits(f"w{number}", bundles, priority, float(number))
+        for number, (bundles, priority, _, _) in enumerate(line)
+    ]
+    held = [
+        replace(runs(f"r{number}", number, priority=line[0][1] - 1), yields=line[0][2])
+        for number, gpus in enumerate(free)
+        if line and not gpus
+    ]
+    verdicts = order_runs([*entries, *held], Cluster(nodes), (), NOW)
+    in_order = [verdicts[each.id] for each in sorted(entries, key=lambda each: each.order)]
+    starts = [verdict.start for verdict in in_order]
+    assert starts == sorted(starts, reverse=True)
+    assert sum(each.demand.bundles for each in entries if verdicts[each.id].start) <= sum(
+        gpus > 0 for gpus in free
+    )
+    assert sum(verdict.first for verdict in in_order) == (not all(starts))
+    by_id = {each.id: each for each in held}
+    for entry in entries:
+        for id in verdicts[entry.id].asks:
+            assert by_id[id].priority < entry.priority
+            assert by_id[id].yields
+
+
+def test_an_entry_survives_the_store() -> None:
+    entry = replace(runs("a", 1, 2), beat=3)
+    assert read_entry(entry.to_json()) == entry
+    newer = json.dumps({**json.loads(entry.to_json()), "version": 2}).encode()
+    assert read_entry(newer) is None
+    assert read_entry(b"not JSON") is None
+    assert read_entry(b"[]") is None

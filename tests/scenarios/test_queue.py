@@ -1,0 +1,184 @@
+"""Runs on a Ray with room for one: they wait in order, and an urgent one takes the room."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs import HEAD, Program
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+JOB = '''
+import json, os, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import raydist
+
+def job(config):
+    """Train slowly until the file $HURRY exists."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
+
+    def loss(output, target):
+        if not Path(os.environ["HURRY"]).exists():
+            time.sleep(1)
+        return nn.functional.cross_entropy(output, target)
+
+    raydist.fit(config, train=TensorDataset(inputs, targets), model=model, loss=loss)
+    weights = {name: value.tolist() for name, value in model.state_dict().items()}
+    Path(os.environ["HURRY"]).with_name(f"weights-{raydist.rank().rank}.json").write_text(json.dumps(weights))
+'''
+JOB_WORDS = ("job=slowly.py", "data.batch_size=8", "train.epochs=8")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 2})
+    yield cluster
+    cluster.shutdown()
+
+
+class Person:
+    """A person's shell: a folder, in which commands are typed."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self._address = address
+
+    def train(self, name: str, *words: str, size: str = "1x2") -> Program:
+        """Start the job in a folder of its own. It hurries once `hurry(name)` is called."""
+        hurry = f"env.HURRY={self.folder / name / 'hurry'}"
+        return self.run(name, *JOB_WORDS, f"scale={size}", hurry, *words)
+
+    def run(self, name: str, *words: str) -> Program:
+        """Start a run of this name in a folder of its own."""
+        folder = self.folder / name
+        folder.mkdir()
+        (folder / "slowly.py").write_text(JOB)
+        return Program(folder, f"name={name}", "queue=on", *words, address=self._address)
+
+    def hurry(self, name: str) -> None:
+        (self.folder / name / "hurry").touch()
+
+    def queue(self) -> dict[str, dict[str, Any]]:
+        """Type `raydist queue --json`, and return its rows by run."""
+        folder = self.folder / "queue"
+        folder.mkdir(exist_ok=True)
+        listed = Program(folder, "--json", address=self._address, module="raydist.tools.queue")
+        assert listed.wait() == 0, listed.screen
+        rows = [json.loads(line) for line in listed.screen.splitlines() if line.startswith("{")]
+        return {row["run"]: row for row in rows}
+
+
+@pytest.fixture
+def person(ray: Any, tmp_path: Path) -> Person:
+    return Person(tmp_path, ray.address)
+
+
+def losses(run: Program) -> dict[int, float]:
+    """Return rank 0's loss of each step; that of a repeated step must be the same."""
+    found: dict[int, float] = {}
+    for event in run.events("report"):
+        if event["rank"] == 0 and "loss" in event["values"]:
+            loss = event["values"]["loss"]
+            assert found.setdefault(event["step"], loss) == loss
+    return found
+
+
+def waits(run: Program, text: str) -> None:
+    """Wait until the run says that it waits for this."""
+    run.wait_until(lambda: text in run.screen, text)
+
+
+def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(person: Person) -> None:
+    low = person.train("low", "queue.priority=low", "queue.exempt_s=0")
+    low.wait_for_step(3)
+    urgent = person.train("urgent", "queue.priority=high")
+    low.wait_until(lambda: bool(low.events("pause")), "the other run makes way")
+    urgent.wait_for_step(1)
+    waits(low, "held by urgent of")
+    last = person.train("last", "queue.priority=-50")
+    waits(last, "held by urgent of")
+    rows = person.queue()
+    assert [(name, row["state"]) for name, row in rows.items()] == [
+        ("urgent", "running"),
+        ("last", "waiting"),
+        ("low", "waiting"),
+    ]
+    assert rows["low"]["reason"].startswith("waiting behind last of ")
+    # Nobody runs that was killed while it waited, and nobody waits for it.
+    last.signal(signal.SIGKILL)
+    last.wait()
+    person.hurry("low")
+    person.hurry("urgent")
+    assert urgent.wait() == 0, urgent.screen
+    assert low.wait() == 0, low.screen
+    (back,) = low.events("restarted")
+    assert (back["paused"], back["repeated"]) == (True, 0)
+    assert losses(low) == losses(urgent)
+    for file in ("weights-0.json", "weights-1.json"):
+        assert (low.folder / file).read_text() == (urgent.folder / file).read_text()
+    assert "pause back at step" in low.screen
+    assert re.search(r"other time .* queue [1-9]", low.screen)
+    assert person.queue() == {}
+
+
+def test_runs_of_equal_priority_are_placed_in_order(person: Person) -> None:
+    first = person.train("first")
+    first.wait_for_step(1)
+    second = person.train("second")
+    waits(second, "held by first of")
+    third = person.train("third", size="1x1")
+    waits(third, "waiting behind second of")
+    stopped = person.train("stopped")
+    waits(stopped, "waiting behind second of")
+    stopped.signal(signal.SIGINT)
+    assert stopped.wait() == 130, stopped.screen
+    # A driver that is stopped keeps nobody waiting.
+    second.signal(signal.SIGSTOP)
+    for name in ("first", "second", "third"):
+        person.hurry(name)
+    assert first.wait() == 0, first.screen
+    assert third.wait() == 0, third.screen
+    second.signal(signal.SIGCONT)
+    assert second.wait() == 0, second.screen
+    assert not first.events("pause")
+    wait_until(lambda: not person.queue(), "an empty queue")
+
+
+def test_a_program_makes_way_only_if_it_may(person: Person) -> None:
+    (person.folder / "sleep.py").write_text(
+        "import time; print('here', flush=True); time.sleep(60)"
+    )
+    words = (f"script={person.folder}/sleep.py", "scale=1x2", "queue.exempt_s=0")
+    stays = person.run("stays", *words)
+    waits(stays, "here")
+    urgent = person.train("urgent", "queue.priority=high")
+    person.hurry("urgent")
+    waits(urgent, "held by stays of")
+    stays.signal(signal.SIGTERM)
+    assert stays.wait() == 143
+    assert urgent.wait() == 0, urgent.screen
+    leaves = person.run("leaves", *words, "queue.killable=true")
+    waits(leaves, "here")
+    again = person.train("again", "queue.priority=high")
+    person.hurry("again")
+    assert again.wait() == 0, again.screen
+    leaves.wait_until(lambda: leaves.screen.count("here") == 4, "it is started anew")
+    leaves.signal(signal.SIGTERM)
+    assert leaves.wait() == 143
+    assert len(leaves.events("pause")) == 1
