@@ -61,6 +61,16 @@ def slurm() -> Iterator[Slurm]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def limited(slurm: Slurm) -> str:
+    """A job on host3 that reaches its time limit. The shortest limit of Slurm is minutes: the tests on
+    the other nodes do not wait for it."""
+    return slurm.submit(
+        f"{SBATCH} --nodes=1 --nodelist=host3 --time=3 --signal=B:TERM@30 {SCRIPT} name=limited "
+        "train.steps=1000000 job.args.pause=0.05"
+    )
+
+
 def losses(runs: Path) -> dict[int, float]:
     """Return the loss of each step in all run folders; those of a repeated step must agree."""
     result: dict[int, float] = {}
@@ -92,6 +102,15 @@ def results(runs: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(runs.glob("*/result.json"))]
 
 
+def assert_tidy(slurm: Slurm, *hosts: str) -> None:
+    """Nothing is left on these hosts; without names on all."""
+
+    def left() -> dict[str, list[str]]:
+        return {name: each for name, each in slurm.left().items() if not hosts or name in hosts}
+
+    wait_until(lambda: not left(), lambda: str(left()))
+
+
 def wait_for_step(slurm: Slurm, job: str, runs: Path, step: int) -> None:
     def reached() -> bool:
         if max(losses(runs), default=0) >= step:
@@ -114,7 +133,7 @@ def test_three_nodes_train_and_a_lost_node_costs_no_step(slurm: Slurm) -> None:
     assert (result["status"], result["world_size"]) == ("finished", 3)
     (plan,) = read_events(Path(result["dir"], "events.jsonl"), "plan")
     assert [slot["host"] for slot in plan["slots"]] == [node.name for node in slurm.nodes]
-    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+    assert_tidy(slurm)
 
     lost = slurm.submit(f"{SBATCH} {words} name=lost job.args.pause=0.2")
     wait_for_step(slurm, lost, runs / "lost", 20)
@@ -131,9 +150,10 @@ def test_three_nodes_train_and_a_lost_node_costs_no_step(slurm: Slurm) -> None:
     slurm.wait_for(lost, "COMPLETED")
     assert slurm.show(lost)["Restarts"] == "1"
     assert_same_training(runs / "lost", runs / "mine")
-    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+    assert_tidy(slurm)
 
 
+@pytest.mark.usefixtures("limited")
 def test_an_array_of_two_tasks_on_one_node(slurm: Slurm) -> None:
     """And a training that Slurm preempts, that is stopped and that is continued, as its second."""
     where = "--nodes=1 --nodelist=host1 --oversubscribe"
@@ -141,10 +161,6 @@ def test_an_array_of_two_tasks_on_one_node(slurm: Slurm) -> None:
         f"{SBATCH} {where} --array=0-1 {SCRIPT} 'seed=${{oc.env:SLURM_ARRAY_TASK_ID}}'"
     )
     runs = slurm.project / "runs"
-    limited = slurm.submit(
-        f"{SBATCH} --nodes=1 --nodelist=host3 --time=3 --signal=B:TERM@30 {SCRIPT} name=limited "
-        "train.steps=1000000 job.args.pause=0.05"
-    )
     for task in (f"{array}_0", f"{array}_1"):
         slurm.wait_for(task, "COMPLETED")
     assert losses(runs / "task-0/mine") != losses(runs / "task-1/mine")
@@ -166,14 +182,7 @@ def test_an_array_of_two_tasks_on_one_node(slurm: Slurm) -> None:
     again = slurm.submit(f"{SBATCH} {words}")
     slurm.wait_for(again, "COMPLETED")
     assert_same_training(folder, runs / "task-1/mine")
-
-    slurm.wait_for(limited, "FAILED")
-    assert slurm.show(limited)["ExitCode"] == "143:0"
-    (stopped,) = results(runs / "limited")
-    assert stopped["signal"] == 15
-    saved = int(Path(stopped["checkpoint"]).name.removeprefix("step-"))
-    assert saved >= max(losses(runs / "limited")) - 1
-    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+    assert_tidy(slurm, "host1", "host2")
 
 
 LISTENER = (
@@ -202,7 +211,18 @@ def test_what_is_not_started(slurm: Slurm) -> None:
         other.communicate("x")
     assert f"port 20001 of {first.address()} is another user's" in slurm.output(job)
     assert not (slurm.project / "runs/never").exists()
-    wait_until(lambda: not slurm.left(), lambda: str(slurm.left()))
+    assert_tidy(slurm, "host1", "host2")
+
+
+def test_a_time_limit_leaves_the_last_state(slurm: Slurm, limited: str) -> None:
+    runs = slurm.project / "runs/limited"
+    slurm.wait_for(limited, "FAILED")
+    assert slurm.show(limited)["ExitCode"] == "143:0"
+    (stopped,) = results(runs)
+    assert stopped["signal"] == 15
+    saved = int(Path(stopped["checkpoint"]).name.removeprefix("step-"))
+    assert saved >= max(losses(runs)) - 1
+    assert_tidy(slurm)
 
 
 def test_a_command_in_an_allocation_is_one_run_on_a_node_or_refused(slurm: Slurm) -> None:
