@@ -17,6 +17,8 @@ BIN    := $(VENV)/bin
 OLDEST  = $(if $(filter file,$(origin PYTHON)),$(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON)),$(PYTHON))
 RUN    := $(BIN)/python -m
 TESTS  := pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+# With it every worker of every session of tests would compile all tests again, which takes 7 s of CPU.
+unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(if $(PINS),PIP_CONSTRAINT=$(PINS)) $(BIN)/python -m pip install --quiet
 
 .PHONY: help train test test-all coverage checks horovod-or-not lint types fast lowest matrix docs horovod bench gpu fake-gpu image rig clean
