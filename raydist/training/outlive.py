@@ -47,7 +47,9 @@ def unable(order: Order) -> str:
         return "only a data set with an index can go back to an earlier sample"
     if context.current().fits > 1:
         return "the job was in its second raydist.fit"
-    if torch_private.group_use() != (1, 1):  # the default group, and its barrier in join()
+    if (used := torch_private.group_use()) is None:
+        return "this torch does not say whether the job used torch.distributed before raydist.fit"
+    if used != (1, 1):  # the default group, and its barrier in join()
         return "the job used torch.distributed before raydist.fit"
     return ""
 

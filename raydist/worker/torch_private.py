@@ -92,8 +92,9 @@ def connects_anew() -> bool:
     """
     from torch.distributed import distributed_c10d
 
+    names = ("_reconfigure", "_get_reconfigure_handle")
     level = distributed_c10d.get_debug_level()
-    return hasattr(distributed_c10d, "_reconfigure") and level.name != "DETAIL"
+    return all(hasattr(distributed_c10d, name) for name in names) and level.name != "DETAIL"
 
 
 def group_handle() -> str:
@@ -116,12 +117,18 @@ def drop_reducer(model: Any) -> None:
     model.reducer = model.logger = None
 
 
-def group_use() -> tuple[int, int]:
-    """Return the number of process groups, and that of the default group's collectives so far."""
+def group_use() -> tuple[int, int] | None:
+    """Return the number of process groups, and that of the default group's collectives so far.
+
+    None if this torch does not count them.
+    """
     from torch.distributed import distributed_c10d
 
-    default: Any = distributed_c10d._get_default_group()
-    return len(distributed_c10d._world.pg_map), default._get_sequence_number_for_group()
+    try:
+        default: Any = distributed_c10d._get_default_group()
+        return len(distributed_c10d._world.pg_map), default._get_sequence_number_for_group()
+    except AttributeError:
+        return None
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 from raydist.messages.rank import Collective, TellActivity
 from raydist.messages.wire import encode
 from raydist.settings.config import Backend, Job, Train
-from raydist.worker import stacks, torch_private
+from raydist.training import outlive
+from raydist.worker import context, stacks, torch_private
 from raydist.worker.channel import Channel
 from tests.ranks import run_ranks
 from tests.worker.test_channel import Line
@@ -130,8 +131,6 @@ def test_rank_0_warns_once_of_a_missing_recorder(
     def broken(since_ns: int) -> Any:
         raise TypeError("_dump_fr_trace_json() got an unexpected keyword argument")
 
-    from raydist.worker import context
-
     monkeypatch.setattr(stacks, "collectives", broken)
     line = Line(tmp_path)
     me = context.Rank(rank=rank, world_size=2, run_dir=tmp_path)
@@ -211,6 +210,28 @@ def test_the_limit_of_a_group_is_changed_without_the_public_name(tmp_path: Path)
     for result in run_ranks(2, GLOO, limit_before_torch_2_15, tmp_path):
         assert result.error == ""
         assert result.value == 77
+
+
+@pytest.mark.parametrize("name", ["_reconfigure", "_get_reconfigure_handle"])
+def test_ranks_are_not_connected_anew_without_either_function(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delattr(distributed_c10d, name, raising=False)
+    assert not torch_private.connects_anew()
+
+
+@pytest.mark.parametrize("name", ["_world", "_get_default_group"])
+def test_a_rank_does_not_outlive_another_if_torch_does_not_count_collectives(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(distributed_c10d, "_get_default_group", object)
+    monkeypatch.delattr(distributed_c10d, name)
+    order: Any = SimpleNamespace(kind="map")
+    context.enter(context.Context(context.Rank(), lambda event: None, lambda step, phase: None))
+    try:
+        assert "this torch does not say" in outlive.unable(order)
+    finally:
+        context.enter(None)
 
 
 class FlatScaler:
