@@ -63,7 +63,7 @@ MADE_SMALL = {
     r"--max 1G": "--max 2M",
 }
 """What a command has on one node with 4 CPUs in place of what it has on a page."""
-NO_RANKS = r"tools\.plan|--cfg|trian|backend=nccl"
+NO_RANKS = r"tools\.(plan|doctor)|--cfg|trian|backend=nccl"
 """Commands that start no ranks, though they have `scale=`."""
 SERVES = r"tools\.watch(?!.*--(export|trace))"
 """A command that runs until Ctrl-C."""
