@@ -92,7 +92,7 @@ def test_what_judges_the_code_is_pinned() -> None:
     assert loose == RUN
 
 
-OFFERED = {"horovod", "ipython", "nvidia-ml-py", "pynvml", "typing-extensions"}
+OFFERED = {"horovod", "ipython", "typing-extensions"}
 """Packages that are used where they are: a local build, a notebook's, the driver's, mypy's."""
 
 

@@ -13,7 +13,6 @@ import importlib
 import logging
 import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,14 +107,6 @@ def missing_parts() -> list[str]:
         for path, why in OPTIONAL.items()
         if find_part(path) is None
     ]
-
-
-def nvml() -> Any:
-    """Return Ray's copy of pynvml; None in a process that does not use Ray.
-
-    Importing it there would take a second.
-    """
-    return find_part("ray._private.thirdparty.pynvml:pynvml") if "ray" in sys.modules else None
 
 
 async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIterator[bytes]:

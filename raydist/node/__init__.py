@@ -47,6 +47,8 @@ and ends, and keeps their snapshots when a rank dies.
                           there
     nccl_output.py        NCCL's log of one rank: forwarded for fabric.debug, checked for
                           fabric.strict
+    nvml.py               The GPUs of this machine by NVML, with ctypes: Ray and nvidia-ml-py need
+                          not be there
     oom.py                Reports whether the kernel's OOM killer ended a process, by its counters
                           and its log
     output_file.py        A rank's output on its node: the agent reads it, and frees what it has

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import threading
 from collections.abc import Mapping
-from typing import Any
 
-NVML = "libnvidia-ml.so.1"
-LOST = 15
-"""NVML_ERROR_GPU_IS_LOST."""
-UNCORRECTED, VOLATILE = 1, 0
-"""A kind of memory errors, and their counter since the driver was loaded (nvml.h)."""
+from raydist.node import nvml
 
 
 async def find_fault(env: Mapping[str, str], within_s: float, lost_only: bool = False) -> str:
@@ -38,37 +32,19 @@ def gpu_fault(env: Mapping[str, str], lost_only: bool = False) -> str:
     `lost_only`: without memory errors, which may be older than the run.
     """
     name = own_gpu(env)
-    try:
-        nvml = ctypes.CDLL(NVML)
-    except OSError:
-        return ""  # no NVIDIA driver
-    if not name or nvml.nvmlInit_v2():
+    library = nvml.open_nvml() if name else None
+    if library is None:
         return ""
     try:
-        code, errors = count_errors(nvml, name)
+        code, errors = nvml.count_errors(library, name)
     finally:
-        nvml.nvmlShutdown()
-    if code == LOST:
+        library.nvmlShutdown()
+    if code == nvml.LOST:
         return f"NVML reports that GPU {name} is lost: it has fallen off the bus"
     if code or lost_only or not errors:  # a GPU of a workstation counts no errors
         return ""
     counted = "1 uncorrectable ECC error" if errors == 1 else f"{errors} uncorrectable ECC errors"
     return f"NVML has counted {counted} of GPU {name} since its driver was loaded"
-
-
-def count_errors(nvml: Any, name: str) -> tuple[int, int]:
-    """Return NVML's error code, and the number of uncorrectable memory errors if that is 0."""
-    gpu, errors = ctypes.c_void_p(), ctypes.c_ulonglong()
-    if name.isdecimal():
-        code = nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(gpu))
-    else:
-        code = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(gpu))
-    if not code and name.startswith("MIG-"):  # its GPU counts the errors
-        code = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(gpu, ctypes.byref(gpu))
-    code = code or nvml.nvmlDeviceGetTotalEccErrors(
-        gpu, UNCORRECTED, VOLATILE, ctypes.byref(errors)
-    )
-    return code, errors.value
 
 
 def own_gpu(env: Mapping[str, str]) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
-from raydist.cluster import ray_private
 from raydist.messages.agent import GpuLoad, NodeLoad
+from raydist.node import nvml
 from raydist.node.counters import read_counters
 
 FIRST_S = 0.2
@@ -36,7 +34,7 @@ class LoadReader:
         import psutil
 
         if self._cpu is None:
-            self._nvml = open_nvml()
+            self._nvml = nvml.open_nvml()
             self._cpu = cpu_seconds()
             time.sleep(FIRST_S)
         before, self._cpu = self._cpu, cpu_seconds()
@@ -70,46 +68,24 @@ def read_ports() -> dict[str, tuple[int, int]]:
     return {name: ports[name] for name in sorted(busiest)}
 
 
-def open_nvml() -> Any:
-    """Return pynvml, initialised; None without an NVIDIA driver.
-
-    It is that of nvidia-ml-py if that is installed, else Ray's copy.
-    """
-    try:
-        import pynvml as nvml
-    except ImportError:
-        nvml = ray_private.nvml()
-    with contextlib.suppress(Exception):  # NVMLError, of which each copy has its own
-        nvml.nvmlInit()
-        return nvml
-    return None
-
-
-def gpu_loads(nvml: Any) -> list[GpuLoad]:
+def gpu_loads(library: Any) -> list[GpuLoad]:
     """Return the load of each GPU, in NVML's order.
 
     What a GPU does not report, for example under MIG, is None.
     """
     found: list[GpuLoad] = []
-    for index in range(nvml.nvmlDeviceGetCount()):
+    for index in range(nvml.count_devices(library)):
         # A GPU that has fallen off the bus has no handle, and reports nothing.
-        gpu = nvml_value(nvml.nvmlDeviceGetHandleByIndex, index)
-        memory = nvml_value(nvml.nvmlDeviceGetMemoryInfo, gpu)
-        busy = nvml_value(nvml.nvmlDeviceGetUtilizationRates, gpu)
-        milliwatts = nvml_value(nvml.nvmlDeviceGetPowerUsage, gpu)
+        _, gpu = nvml.find_gpu(library, str(index))
+        memory = nvml.read_memory(library, gpu)
+        busy = nvml.read_utilization(library, gpu)
+        milliwatts = nvml.read_milliwatts(library, gpu)
         found.append(
             {
                 "util": None if busy is None else busy.gpu / 100,
                 "memory": None if memory is None else (memory.used, memory.total),
                 "power_w": None if milliwatts is None else round(milliwatts / 1000),
-                "temp_c": nvml_value(nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU),
+                "temp_c": nvml.read_celsius(library, gpu),
             }
         )
     return found
-
-
-def nvml_value(ask: Callable[..., Any], *args: Any) -> Any:
-    """Return NVML's answer; None if this GPU does not report it."""
-    with contextlib.suppress(Exception):
-        return ask(*args)
-    return None

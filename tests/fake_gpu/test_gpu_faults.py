@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raydist.node import gpu_faults
+from raydist.node import gpu_faults, nvml
 from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
 
 pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,7 +21,7 @@ def test_memory_errors_and_a_lost_gpu_are_reported_to_the_rank_that_has_it(
     machine.change(2, Gpu(state="lost"))
     machine.change(3, Gpu(state="ecc", mig=2))
     monkeypatch.setenv("FAKE_GPU", str(machine.folder))
-    monkeypatch.setattr(gpu_faults, "NVML", str(libraries / "libnvidia-ml.so.1"))
+    monkeypatch.setattr(nvml, "LIBRARY", str(libraries / "libnvidia-ml.so.1"))
 
     def fault(local: int, visible: str | None, lost_only: bool = False) -> str:
         env = {"LOCAL_RANK": str(local)}
@@ -39,5 +39,5 @@ def test_memory_errors_and_a_lost_gpu_are_reported_to_the_rank_that_has_it(
 
 
 def test_without_a_driver_there_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_faults, "NVML", "libnvidia-ml.so.none")
+    monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml.so.none")
     assert asyncio.run(gpu_faults.find_fault({"LOCAL_RANK": "0"}, 60)) == ""

@@ -27,9 +27,11 @@ ONE = (
 """The functions of tests/fake_gpu/checks.py that one process runs."""
 LOADS = """
 import json
-import ray  # it has a pynvml
-from raydist.node.load import gpu_loads, open_nvml
+import sys
+from raydist.node.load import gpu_loads
+from raydist.node.nvml import open_nvml
 print(json.dumps(gpu_loads(open_nvml())))
+assert "ray" not in sys.modules  # a run on one node without Ray has no other NVML
 """
 
 

@@ -158,29 +158,36 @@ def test_this_machine_has_a_load() -> None:
 
 
 class Nvml:
-    """What pynvml answers on a machine with two GPUs, of which the second tells only its memory."""
+    """What NVML answers on a machine with two GPUs, of which the second tells only its memory. A result
+    is an error code; the answer goes into what the last argument refers to."""
 
-    NVML_TEMPERATURE_GPU = 0
+    def nvmlDeviceGetCount_v2(self, into: Any) -> int:
+        into._obj.value = 2
+        return 0
 
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, into: Any) -> int:
+        into._obj.value = index + 1
+        return 0
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
+    def nvmlDeviceGetMemoryInfo(self, gpu: Any, into: Any) -> int:
+        into._obj.used, into._obj.total = 9 + gpu.value, 100
+        return 0
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> Any:
-        return type("Memory", (), {"used": 10 + gpu, "total": 100})
+    def nvmlDeviceGetUtilizationRates(self, gpu: Any, into: Any) -> int:
+        into._obj.gpu = 93
+        return NOT_SUPPORTED if gpu.value == 2 else 0
 
-    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> Any:
-        if gpu:
-            raise RuntimeError("Not Supported")
-        return type("Rates", (), {"gpu": 93})
+    def nvmlDeviceGetPowerUsage(self, gpu: Any, into: Any) -> int:
+        into._obj.value = 512400
+        return NOT_SUPPORTED if gpu.value == 2 else 0
 
-    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
-        return 1 // (1 - gpu) * 512400
+    def nvmlDeviceGetTemperature(self, gpu: Any, sensor: int, into: Any) -> int:
+        into._obj.value = 55
+        return NOT_SUPPORTED if gpu.value == 2 else 0
 
-    def nvmlDeviceGetTemperature(self, gpu: int, sensor: int) -> int:
-        return 1 // (1 - gpu) * 55
+
+NOT_SUPPORTED = 3
+"""NVML_ERROR_NOT_SUPPORTED."""
 
 
 def test_a_gpu_that_does_not_tell_everything_tells_the_rest() -> None:
