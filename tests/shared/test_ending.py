@@ -118,6 +118,10 @@ from types import SimpleNamespace
 from raydist.shared import ending
 from raydist.worker import main, program
 
+def say(text):
+    # in one write: with PYTHONUNBUFFERED print makes two, and both processes write here
+    sys.stdout.write(text + "\\n")
+
 whole, hidden = sys.argv[1] == "script", sys.argv[2]
 for name in ("threading", "atexit"):  # this Python has no such private name
     module = getattr(ending, name)
@@ -126,14 +130,15 @@ for name in ("threading", "atexit"):  # this Python has no such private name
 try:
     child = os.fork()
     if child == 0:
-        atexit.register(print, "exit function")
-        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        atexit.register(say, "exit function")
+        threading.Thread(target=lambda: (time.sleep(0.2), say("thread"))).start()
         file = open("file", "w")
         file.write("not closed")
-        print("job")
+        say("job")
         main.end_process(4 if whole else 0, whole=whole)
 finally:
-    print("parent", flush=True)
+    say("parent")
+    sys.stdout.flush()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
