@@ -33,6 +33,7 @@ from raydist.shared.events import Events, Reader
 from raydist.shared.outcome import Attempt
 from raydist.shared.signals import stoppable, stopper
 from raydist.watch.operate.answers import OperatedRun
+from raydist.watch.operate.profiling import collecting
 from raydist.watch.operate.server import OperateServer
 from raydist.watch.track import Trackers
 from raydist.watch.watching import watching
@@ -183,7 +184,8 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
     plan = placement.assign_ranks(
         request := placement.resources_for(job, [node]), [node] * len(request.bundles)
     )
-    if alone and plan.world_size == 1 and not job.script:
+    # a profile is made in a process of the rank's own
+    if alone and plan.world_size == 1 and not job.script and not job.watch.profile:
         return explained(inline.run_here(settled(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
     with inline.in_thread(plan, events) as group:
@@ -198,5 +200,5 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
     network_check.check_network(group, events.warn)
     run = OperatedRun(Path(job.dir), group, events, connect.own_node(), stopper())
-    with OperateServer(run):
+    with OperateServer(run), collecting(job.watch.profile, group, events):
         attempts.make(job, group)

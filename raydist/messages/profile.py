@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+ARMED = "profile-from-start"
+"""The name of the profile of watch.profile."""
 MARKS = "raydist"
 """The key of the Marks in a trace."""
 

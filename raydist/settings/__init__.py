@@ -26,6 +26,7 @@ or raises a ConfigError that names the value and what to type instead. Starts no
     overrides.py          Overrides as typed -> overrides in Hydra's grammar; meaningless ones are
                           refused
     priority.py           `queue.priority` as a number
+    profiled.py           The steps that `watch.profile=100..105` names
     references.py         Replace secrets in overrides and config files by references, which Hydra
                           saves
     run_folder.py         The location of a run's checkpoints and records

@@ -385,6 +385,9 @@ class Watch:
     page: bool = False
     """Serve a page that shows the run, on 127.0.0.1 of the driver's machine; the link is
     printed."""
+    profile: str = ""
+    """Steps of all ranks that are profiled, in one file in the run folder: 100..105; empty: none.
+    As `raydist profile`."""
     job_metadata: bool = False
     """Write the result into the metadata of a job that was submitted to Ray. Ray has no public API
     for it."""

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from raydist.settings import in_place
+from raydist.settings import in_place, profiled
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
@@ -50,6 +50,7 @@ def validate(job: Job) -> Job:
     if not re.fullmatch(r"auto|all|none|\d+(,\d+)*", job.watch.output):
         cause = "must be auto, all, none, or ranks"
         raise ConfigError.of("watch.output", job.watch.output, cause, "watch.output=0,3")
+    profiled.steps_to_profile(job.watch.profile)
     if wrong := [name for name in job.track if name not in TRACKERS]:
         named = re.findall(r"[a-z]+", ",".join(job.track))
         if set(named) <= TRACKERS.keys():

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from raydist.messages.operate import MakeProfile, TextReply
+from raydist.settings.profiled import MOST_STEPS
 from raydist.shared.errors import ConfigError
 from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, receive, run_and_ranks, run_parser, take_options
@@ -22,8 +23,8 @@ GPU.
     raydist profile rank=0,3 steps=2 memory=true
     raydist profile seconds=2
 """
-MOST_STEPS, MOST_S = 1000, 60.0
-"""A profile has megabytes for each second and rank."""
+MOST_S = 60.0
+"""A profile has megabytes for each rank and second."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

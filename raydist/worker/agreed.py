@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ class Action:
     what: str
     """save, …: as in messages.rank.DoAfter."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    fit: int = 0
-    """The number of the raydist.fit whose step it is; 0: a step outside of one."""
+    fit: int | None = 0
+    """The number of the raydist.fit whose step it is; 0: a step outside of one; None: of any."""
 
 
 class StepLimit:
@@ -68,13 +68,15 @@ class AgreedActions(StepLimit):
     Inside a raydist.fit its steps count, outside those of torch's optimizers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, armed: Sequence[Action] = ()) -> None:
+        """`armed`: what is known from the beginning."""
         super().__init__()
+        self.armed = armed
         self._fit = 0
         """The number of the raydist.fit; 0: outside of one."""
         self._outside = 0
         """Steps outside of a fit so far."""
-        self._actions: list[Action] = []
+        self._actions = list(armed)
 
     def enter_fit(self, number: int, step: int) -> None:
         """Note that a fit begins after this step. `number`: as Context.fit."""
@@ -100,6 +102,12 @@ class AgreedActions(StepLimit):
             self._actions.append(action)
             self.release()
 
+    def arm(self, actions: Sequence[Action]) -> None:
+        """Do these without another word, in a later attempt of this process too."""
+        with self._lock:
+            self.armed = actions
+            self._actions += actions
+
     def count(self) -> int:
         """Return the number of the step that an optimizer has made; 0 inside a fit."""
         with self._lock:
@@ -118,7 +126,7 @@ class AgreedActions(StepLimit):
                     found = [
                         each
                         for each in self._actions
-                        if each.fit == self._fit and each.step <= step
+                        if each.fit in (None, self._fit) and each.step <= step
                     ]
                     self._actions = [each for each in self._actions if each not in found]
                     return found

@@ -170,7 +170,7 @@ class Context:
         """Begin another attempt in this process."""
         self.newest = self.kept = 0
         self.stop_request = StopRequest()
-        self.actions = AgreedActions()
+        self.actions = AgreedActions(self.actions.armed)
 
     @contextmanager
     def next_fit(self) -> Iterator[None]:

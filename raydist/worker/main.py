@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from raydist.messages.server import CommandSpec, ProgramSpec, RankSpec
 from raydist.messages.wire import decode
-from raydist.settings import config
+from raydist.settings import config, profiled
 from raydist.settings import in_place as in_place_settings
 from raydist.shared import ending, kinds
 from raydist.worker import backends, context, garbage, program, stacks, target
@@ -177,6 +177,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
         if spec.script:
             context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)
+            arm_profile(job, channel)
             program.run_script(spec.script, list(spec.argv[1:]))
             return 0
         context.phase("start")
@@ -186,6 +187,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
         with backends.join(job.backend.name, job, os.environ):
             context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)
+            arm_profile(job, channel)
             write_pickle(spec.value, call_job(spec, job))
         return 0
     except SystemExit as exit_:
@@ -222,6 +224,17 @@ def watch_steps(job: config.Job, channel: Channel) -> None:
         garbage.measure_pauses(channel.note_pauses)
     if job.train.gc:
         garbage.collect_together(job.train.gc)
+
+
+def arm_profile(job: config.Job, channel: Channel) -> None:
+    """Profile the steps of watch.profile."""
+    steps = profiled.steps_to_profile(job.watch.profile)
+    if steps is None:
+        return
+    if channel.profiler is not None:
+        channel.profiler.arm(*steps)
+    elif context.rank().rank == 0:
+        context.warn("watch.profile has no effect: torch is not installed where the ranks run")
 
 
 def frames_of_job(frames: TracebackType | None) -> TracebackType | None:

@@ -24,10 +24,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from raydist.messages.profile import MARKS, Marks
+from raydist.messages.profile import ARMED, MARKS, Marks
 from raydist.shared import kinds
 from raydist.shared.errors import last_line
 from raydist.worker import context, torch_private
+from raydist.worker.agreed import Action
 from raydist.worker.torch_private import ProfilerTurn
 
 NSIGHT = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
@@ -110,6 +111,7 @@ class Recording:
             why_not = last_line(error)
         tell(why_not)
         if why_not:
+            self._began.set()
             return
         self._begin.wait()
         if self._dropped:
@@ -188,9 +190,25 @@ class RankProfiler:
             self._current.drop()
         self._current = Recording(Path(f"{self._base}.{name}"), name, memory, self._turn, tell)
 
+    def arm(self, first: int, last: int) -> None:
+        """Profile these steps, without another word; an event says why that can't be."""
+        prepare = Action(max(0, first - 2), "prepare", fit=None)
+        begin = Action(first - 1, "profile", {"last": last}, fit=None)
+        context.current().actions.arm([prepare, begin])
+
+    def prepare_armed(self) -> None:
+        """Prepare the profile that watch.profile has asked for."""
+        rank = context.rank().rank
+
+        def tell(why_not: str) -> None:
+            if why_not:
+                context.emit_event(kinds.Profiled(rank=rank, name=ARMED, error=why_not))
+
+        self.prepare(ARMED, False, tell)
+
     def begin(self, step: int, steps: int) -> None:
         """Begin the prepared profile after this step."""
-        if self._current is not None:
+        if self._current is not None and steps > 0:
             self._current.begin(step, steps)
 
     def begin_now(self, seconds: float) -> None:
@@ -230,8 +248,11 @@ def do_after_step(step: int) -> bool:
     for action in actions:
         if action.what == "save":
             asked = True
-        elif action.what == "profile" and profiler is not None:
-            profiler.begin(step, action.values["steps"])
+        elif profiler is not None and action.what == "prepare":
+            profiler.prepare_armed()
+        elif profiler is not None:
+            steps = action.values.get("steps") or action.values["last"] - step
+            profiler.begin(step, steps)
     return asked
 
 

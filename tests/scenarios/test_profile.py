@@ -202,3 +202,50 @@ def test_steps_of_fit_have_its_numbers(tmp_path: Path) -> None:
     assert asked < len(reported) - 1
     assert operate(tmp_path, "stop").returncode == 0
     assert program.wait() == 128 + signal.SIGTERM
+
+
+SHORT = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for step in range(8):
+        weight.grad = torch.ones(1)
+        dist.all_reduce(weight.grad)
+        optimizer.step()
+"""
+
+
+def begun_with(program: Program) -> Counter[tuple[int, str]]:
+    """The steps in the file of a run with watch.profile, which finishes."""
+    assert program.wait() == 0, program.screen
+    (event,) = program.events("operated")
+    with gzip.open(program.run_dir / event["file"], "rt") as file:
+        return steps_of(json.load(file)["traceEvents"])
+
+
+def test_a_run_profiles_steps_from_its_start(tmp_path: Path) -> None:
+    """The program ends while its traces are written."""
+    (tmp_path / "short.py").write_text(textwrap.dedent(SHORT))
+    words = ("script=short.py", "scale=1x2", "group=inline", "watch.profile=5..7")
+    assert begun_with(Program(tmp_path, *words)) == Counter(
+        {(pid, f"step {step}"): 1 for pid in (1, 1001) for step in (5, 6, 7)}
+        | {(pid, "Optimizer.step#SGD.step"): 3 for pid in (1, 1001)}
+    )
+
+
+def test_a_job_of_one_rank_profiles_its_first_steps(tmp_path: Path) -> None:
+    (tmp_path / "fits.py").write_text(textwrap.dedent(FIT))
+    words = ("job=fits.py", "scale=1x1", "group=inline", "data.batch_size=4", "optim=sgd")
+    program = Program(tmp_path, *words, "train.steps=6", "watch.profile=2..3")
+    assert begun_with(program) == Counter(
+        {(1, "step 2"): 1, (1, "step 3"): 1, (1, "Optimizer.step#SGD.step"): 2}
+    )
+
+
+def test_steps_that_can_not_be_profiled_are_refused(tmp_path: Path) -> None:
+    done = operate(tmp_path, "train", "watch.profile=7..3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "watch.profile=7..12" in done.stderr

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +20,10 @@ from raydist.launch.limits import ANSWER_S, longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import GetStatus, ReadCommand, RunCommand
 from raydist.messages.operate import MakeProfile, TextReply
+from raydist.messages.profile import ARMED
 from raydist.messages.rank import PrepareProfile, ProfileNow
 from raydist.shared import kinds
-from raydist.shared.errors import LaunchError
+from raydist.shared.errors import LaunchError, last_line
 from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
 from raydist.watch.operate import agreement, traces
@@ -32,6 +35,8 @@ PREPARE_S = 60.0
 """Limit on the wait for the profiler to be loaded in each rank."""
 READ_S = 1.0
 """Seconds that an agent waits for a further piece of a file."""
+COLLECT_S = 120.0
+"""Limit on the wait, at the end of the ranks, for the profile of watch.profile."""
 AT_ONCE = 8
 """Files that are read from nodes at a time."""
 ASKED = 5
@@ -197,3 +202,47 @@ def join_parts(folder: Path, out: Path) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it was killed"])[-1]
         raise LaunchError(f"the traces could not be joined: {last}")
+
+
+@contextlib.contextmanager
+def collecting(steps: str, group: WorkerGroup, events: Events) -> Iterator[None]:
+    """Gather the profiles of `watch.profile` while the block runs. Their failure ends no run.
+
+    `steps`: the setting.
+    """
+    if not steps:
+        yield
+        return
+    ended, since = threading.Event(), events.path.stat().st_size
+    thread = threading.Thread(
+        target=collect, args=(steps, group, events, since, ended), name="raydist-profile"
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(COLLECT_S)
+
+
+def collect(
+    steps: str, group: WorkerGroup, events: Events, since: int, ended: threading.Event
+) -> None:
+    """Gather each profile that all ranks of an attempt have reported."""
+    reports: dict[int, kinds.Profiled] = {}
+    leads: dict[str, float] = {}
+    try:
+        for event in follow_events(events.path, since, ended=ended):
+            if isinstance(event, kinds.StartsAttempt):
+                reports.clear()
+                leads.clear()
+            elif isinstance(event, kinds.Profiled) and event.name == ARMED:
+                reports[event.rank] = event
+                leads = leads or clock_leads(group, range(group.plan.world_size))
+            if len(reports) == group.plan.world_size:
+                profile = Profile(ARMED, sorted(reports), since, leads)
+                lines, file = gather(group, events.path.parent, profile, reports)
+                record(events, "profile", "; ".join([f"steps {steps}", *lines]), (), file)
+                reports.clear()
+    except Exception as error:
+        events.warn(f"there is no profile of steps {steps}: {last_line(error)}")

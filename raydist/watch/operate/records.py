@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -50,15 +51,20 @@ def record(
     events.add(kinds.Operated(command=command, text=text, ranks=tuple(ranks), file=file))
 
 
-def follow_events(path: Path, after: int, within_s: float = math.inf) -> Iterator[Event]:
+def follow_events(
+    path: Path, after: int, within_s: float = math.inf, ended: threading.Event | None = None
+) -> Iterator[Event]:
     """Yield the events of a run as they are written, for some seconds.
 
-    `after`: the size of the file before the first one.
+    `after`: the size of the file before the first one. `ended`: set when no further ones follow.
     """
     until, rest = time.monotonic() + within_s, b""
+    ended = ended or threading.Event()
     with path.open("rb") as file:
         file.seek(after)
-        while time.monotonic() < until:
+        last = False
+        while time.monotonic() < until and not last:
+            last = ended.is_set()
             *lines, rest = (rest + file.read()).split(b"\n")
             yield from filter(None, map(parse_event, lines))
-            time.sleep(LOOK_S)
+            ended.wait(LOOK_S)
