@@ -472,7 +472,11 @@ def test_a_spawned_rank_ends_with_a_server_that_dies_before_it_runs(
 
 def test_a_child_whose_parent_has_ended_before_it_could_ask_ends_too() -> None:
     child = subprocess.run(
-        [sys.executable, "-c", "from raydist.worker.main import *; die_with_parent(1); print('on')"]
+        [
+            sys.executable,
+            "-c",
+            "from raydist.worker.main import *; die_with_parent(os.getpid()); print('on')",
+        ]
     )
     assert child.returncode == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import replace
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-from raydist.settings.config import Backend, Job
+import raydist
+from raydist.settings.config import Backend, Data, Job, Train
 from raydist.shared.errors import ConfigError
 from raydist.worker import backends, context
 from raydist.worker.backends import ddp
@@ -181,6 +184,23 @@ def test_a_model_without_trainable_parameters_is_not_wrapped(tmp_path: Path) -> 
         return type(comm().wrap(nn.ReLU())).__name__
 
     assert values_of(run_ranks(2, GLOO, wrap, tmp_path)) == ["ReLU", "ReLU"]
+
+
+def test_a_model_is_freed_with_the_training_that_made_it(tmp_path: Path) -> None:
+    """Models of several trainings would not fit on a GPU; and with torch before 2.14 a rank may hang
+    that leaves gloo's group while one exists."""
+
+    def train(job: Job) -> list[int]:
+        data, loss = TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), nn.functional.mse_loss
+        counts = []
+        for _ in range(2):
+            raydist.fit(job, model=nn.Linear(3, 1), train=data, loss=loss)
+            gc.collect()
+            counts.append(sum(type(each) is DistributedDataParallel for each in gc.get_objects()))
+        return counts
+
+    job = replace(GLOO, train=Train(steps=2), data=Data(batch_size=2))
+    assert values_of(run_ranks(2, job, train, tmp_path)) == [[0, 0], [0, 0]]
 
 
 def test_jobs_may_make_process_groups(tmp_path: Path) -> None:

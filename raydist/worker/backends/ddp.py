@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,11 @@ class DDPComm:
     """The model's device."""
     listens: set[Address] = field(default_factory=set, compare=False, kw_only=True)
     """Where gloo waits for other ranks, on each of its interfaces."""
-    wrapped: list[DistributedDataParallel] = field(
-        default_factory=list, compare=False, kw_only=True
+    wrapped: WeakSet[DistributedDataParallel] = field(
+        default_factory=WeakSet, compare=False, kw_only=True
     )
-    """The models that have buckets for gradients."""
+    """The models that have buckets for gradients, while the job has them: with torch before 2.14 a
+    rank may hang that leaves the group while they exist."""
     sharded: ClassVar[bool] = False
     pipelined: ClassVar[bool] = False
 
@@ -53,7 +55,7 @@ class DDPComm:
             static_graph=self.settings.static_graph,
             gradient_as_bucket_view=True,
         )
-        self.wrapped.append(wrapped)
+        self.wrapped.add(wrapped)
         return wrapped
 
     def wrap_optimizer(
