@@ -142,7 +142,13 @@ def snapshots(rounds: int, folder: str) -> tuple[float, float, float, float, int
     import raydist
 
     print("keeping: snapshots", flush=True)
-    words = (f"scale=1x{RANKS}", f"backend={BACKEND}", "watch.progress=none", "checkpoint.keep=1")
+    words = (
+        f"scale=1x{RANKS}",
+        f"backend={BACKEND}",
+        "watch.progress=none",
+        "checkpoint.keep=1",
+        "restart=none",  # ranks that began again would have measured only a part
+    )
     done = raydist.run(
         kept, *words, f"hydra.run.dir={folder}/snapshots", args=(BLOCKS * rounds,)
     ).values[0]
