@@ -148,6 +148,7 @@ def snapshots(rounds: int, folder: str) -> tuple[float, float, float, float, int
         "watch.progress=none",
         "checkpoint.keep=1",
         "restart=none",  # ranks that began again would have measured only a part
+        f"hang.end={not SMALL}",  # eight ranks on two cores seem to hang now and then
     )
     done = raydist.run(
         kept, *words, f"hydra.run.dir={folder}/snapshots", args=(BLOCKS * rounds,)
