@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,8 @@ from raydist.shared.events import Events
 BEAT_S = 1.0
 """Seconds between two beats of an entry."""
 SILENT_S = 3.0
-"""Seconds without a beat after which a run in line is passed over: its driver is stopped, or cut
-off. The GCS knows within milliseconds of drivers that have ended."""
+"""Seconds without a beat after which a run does not count: its driver is stopped, or cut off. The
+GCS knows within milliseconds of drivers that have ended."""
 ASKED_S = 0.25
 """Seconds between two looks whether a run is to make way. Each costs a millisecond."""
 FIRST_S, LATER_S = 0.25, 1.0
@@ -139,6 +139,8 @@ class QueuedTurn(Turn):
         held: dict[str, int] = {}
         for node in nodes:
             held[node.id] = held.get(node.id, 0) + 1
+        # A request that came as the run left another placement.
+        store.forget_request(self._own.id)
         self._change(state=RUNNING, placed=time.time(), held=held)
 
     def wanted_by(self) -> str:
@@ -153,21 +155,21 @@ class QueuedTurn(Turn):
         """Return what the queue says of this run now."""
         found = store.read_all()
         others = [each for each in found.entries if each.id != self._own.id]
+        heard = [each for each in others if self._is_heard(each)]
+        # Silent runs that have room keep it, and do not make way: nobody counts on them.
+        asked = found.asked.keys() & {each.id for each in heard}
         cluster = seen_cluster(self._job)
-        return order.order_runs(
-            [*self._heard(others), self._own], cluster, found.asked.keys(), time.time()
-        )[self._own.id]
+        verdicts = order.order_runs([*heard, self._own], cluster, asked, time.time())
+        return verdicts[self._own.id]
 
-    def _heard(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the entries without those in line whose drivers are silent."""
+    def _is_heard(self, entry: Entry) -> bool:
+        """Return whether the driver of an entry has shown that it is alive and not stopped."""
         now = time.monotonic()
-        for entry in entries:
-            beat, since = self._beats.get(entry.id, (-1, now))
-            if beat != entry.beat:
-                since = now
-            self._beats[entry.id] = entry.beat, since
-            if not entry.in_line or now - since < SILENT_S:
-                yield entry
+        beat, since = self._beats.get(entry.id, (-1, now))
+        if beat != entry.beat:
+            since = now
+        self._beats[entry.id] = entry.beat, since
+        return now - since < SILENT_S
 
     def _beat(self) -> None:
         """Show that this driver is alive, and notice that another run needs its room."""
