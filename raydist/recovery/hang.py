@@ -126,21 +126,24 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
     def _diagnose(self, answers: Mapping[int, RankActivity], beats: Mapping[int, Beat]) -> None:
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items())]
         went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items())
-        if (
-            hang := self._weigh(hang_verdict.diagnose(states), went_on, self._at_work(answers))
-        ) is not None:
+        found = hang_verdict.diagnose(states)
+        hang = self._weigh(found, went_on, self._at_work(answers, found.certain))
+        if hang is not None:
             self._post(hang)
 
-    def _at_work(self, answers: Mapping[int, RankActivity]) -> bool:
-        """Return whether ranks that report no steps make further collectives.
+    def _at_work(self, answers: Mapping[int, RankActivity], certain: bool) -> bool:
+        """Return whether ranks make further collectives: they were then between two of them.
 
-        They were then between two of them.
+        Ranks that report no steps may be. And on a busy machine ranks answer one after another, and
+        NCCL's watchdog records late that a collective is complete, so that ranks which wait in
+        different ones may go on: `certain` is what was seen of them at once.
         """
         with self._lock:
             unpaced = self._stalls.unpaced()
-        if not unpaced or not any(found.collectives for found in answers.values()):
+        if not (unpaced or certain) or not any(found.collectives for found in answers.values()):
             return False
-        later = answers_of({rank: self._group.call(rank, Examine()) for rank in answers})
+        again = Examine(quick=not unpaced)
+        later = answers_of({rank: self._group.call(rank, again) for rank in answers})
         return any(
             newest_collective(found) > newest_collective(answers[rank])
             for rank, found in later.items()
