@@ -52,6 +52,11 @@ def test_the_trainings_of_the_gpu_tests_have_room_and_reach_their_faults(
     assert per_epoch * job.train.epochs > test_gpu.STRUCK
 
 
+def test_no_bench_hides_a_module_of_python() -> None:
+    """torchrun runs some of them by their paths, so that their folder is searched first."""
+    assert not {path.stem for path in (ROOT / "bench").glob("*.py")} & sys.stdlib_module_names
+
+
 def test_keeping_on_gpus_makes_as_few_steps_as_the_bench_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -175,7 +175,7 @@ def main(rounds: int = 50) -> list[str]:
         for number in range(rounds):
             (round_folder := folder / f"round{number}").mkdir()
             figures.append(storm_round(round_folder, expected))
-            print(f"queue: round {number}: {figures[-1]}", flush=True)
+            print(f"queued: round {number}: {figures[-1]}", flush=True)
     ray.shutdown()
     cluster.shutdown()
     idle_s, pauses, alone = zip(*figures, strict=True)
