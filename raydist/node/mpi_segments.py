@@ -12,6 +12,10 @@ NAMES = re.compile(r"mpich_shm_\w+|sm_segment\..+|vader_segment\..+|psm2_shm\..+
 INITIAL = {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}
 """The inodes of the namespaces that a machine boots with (Linux, include/linux/proc_ns.h)."""
 
+TICK_S = 0.01
+"""Longest time that a file's time may be behind the clock: the kernel takes it from its last tick
+(CONFIG_HZ is 100 or more)."""
+
 
 def remove_leftovers(
     since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")
@@ -26,7 +30,7 @@ def remove_leftovers(
             if (
                 NAMES.fullmatch(path.name)
                 and status.st_uid == os.getuid()
-                and status.st_ctime >= since
+                and status.st_ctime >= since - TICK_S
             ):
                 segments.append(path)
     mapped = mapped_files(folder, proc) if segments else set()

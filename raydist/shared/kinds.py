@@ -8,7 +8,7 @@ classes, which `match` tells apart; [events](events.md) lists them with their fi
     match event:
         case events.Report(rank=0):
             print(event.step, event.values)
-        case events.StartsAttempt():  # Restart or Regroup
+        case events.StartsAttempt():  # Restart, Regroup or Pause
             print(event.text)
 """
 
@@ -139,7 +139,7 @@ class StartsAttempt(Event):
     """An event with which the next attempt begins: all ranks are started again."""
 
     number: int
-    """Failures so far (`restart`), or attempts so far (`regroup`)."""
+    """Failures so far (`restart`), or attempts so far (`regroup`, `pause`)."""
     text: str
     """Why, on one line."""
 

@@ -76,4 +76,4 @@ def test_what_another_raydist_wrote_is_read_and_lost_nowhere(
 
 def test_which_events_start_an_attempt() -> None:
     found = [name for name, each in kinds.KINDS.items() if issubclass(each, kinds.StartsAttempt)]
-    assert found == ["restart", "regroup"]
+    assert found == ["restart", "regroup", "pause"]
