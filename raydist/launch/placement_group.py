@@ -179,11 +179,10 @@ def group_in_turn(
         held = steered_group(job, request, address, events)
         try:
             return held, wait_until_placed(held, request, job.scale.wait_s, events, turn.check)
-        except TurnPassed:
+        except BaseException as error:
             remove_placement_group(held)
-        except BaseException:
-            remove_placement_group(held)
-            raise
+            if not isinstance(error, TurnPassed):
+                raise
 
 
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:

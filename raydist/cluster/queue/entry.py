@@ -75,11 +75,6 @@ class Entry:
     """Grows every second while the driver is alive and not stopped."""
 
     @property
-    def job(self) -> str:
-        """The id of the driver's Ray job."""
-        return self.id.partition("/")[0]
-
-    @property
     def in_line(self) -> bool:
         """Whether it has no room yet."""
         return self.state in (WAITING, PLACING)

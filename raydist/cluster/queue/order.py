@@ -82,12 +82,7 @@ def order_runs(
 
 def place_bundles(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int] | None:
     """Return how many bundles each node would hold, by id; None if there is no room for all."""
-    fits = {
-        node.id: bundles
-        for node in nodes
-        if matches(node.labels, demand.selector)
-        and (bundles := fit_count(free[node.id], demand.bundle))
-    }
+    fits = bundles_by_node(demand, free, nodes)
     if room(demand.as_request(), [(bundles, 1) for bundles in fits.values()]) < demand.bundles:
         return None
     if demand.strategy == "STRICT_SPREAD":
@@ -97,6 +92,16 @@ def place_bundles(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str
         if missing := demand.bundles - sum(taken.values()):
             taken[node] = min(bundles, missing)
     return taken
+
+
+def bundles_by_node(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int]:
+    """Return the number of bundles for which each node that is selected has room, by id."""
+    return {
+        node.id: bundles
+        for node in nodes
+        if matches(node.labels, demand.selector)
+        and (bundles := fit_count(free[node.id], demand.bundle))
+    }
 
 
 def changed(
@@ -109,11 +114,10 @@ def changed(
     after = dict(free)
     for node, bundles in held.items():
         if node in after:
-            amounts = {name: sign * amount * bundles for name, amount in bundle.items()}
             have = after[node]
             after[node] = {
-                name: round(have.get(name, 0.0) + amounts.get(name, 0.0), 4)
-                for name in {**have, **amounts}
+                name: round(have.get(name, 0.0) + sign * bundles * bundle.get(name, 0.0), 4)
+                for name in {**have, **bundle}
             }
     return after
 
@@ -122,11 +126,7 @@ def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
     """Return whether there is room once the autoscaler has added what it may."""
     if cluster.coming is None:
         return True
-    here = [
-        (fit_count(free[node.id], demand.bundle), 1)
-        for node in cluster.nodes
-        if matches(node.labels, demand.selector)
-    ]
+    here = [(bundles, 1) for bundles in bundles_by_node(demand, free, cluster.nodes).values()]
     more = [(fit_count(have, demand.bundle), number) for have, number in cluster.coming]
     return bool(more) and room(demand.as_request(), [*here, *more]) >= demand.bundles
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -136,9 +137,7 @@ class QueuedTurn(Turn):
             raise TurnPassed
 
     def placed(self, nodes: Sequence[Node]) -> None:
-        held: dict[str, int] = {}
-        for node in nodes:
-            held[node.id] = held.get(node.id, 0) + 1
+        held = dict(Counter(node.id for node in nodes))
         # A request that came as the run left another placement.
         store.forget_request(self._own.id)
         self._change(state=RUNNING, placed=time.time(), held=held)
