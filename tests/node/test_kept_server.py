@@ -56,8 +56,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def obtain(keep_s: float = 60, threads: int = 1, **env: str) -> ForkServer:
+    """Return a server that has imported all: until then it would end with its owner."""
     server = kept_server.obtain(threads, env, keep_s, ("json",))
     assert server is not None
+    wait_until(lambda: kept_server.ask(server.folder, Claim()) is not None)
     return server
 
 
@@ -90,8 +92,7 @@ def test_one_process_at_a_time_has_a_server_and_the_next_one_gets_it() -> None:
     assert again.alive()
     again.end()
     second.end()
-    # The second one may still be starting.
-    wait_until(lambda: [each.free for each in kept_server.kept_servers()] == [True, True])
+    assert [each.free for each in kept_server.kept_servers()] == [True, True]
 
 
 @pytest.mark.parametrize("other", [{"threads": 2}, {"LAYOUT": "x"}])
@@ -343,14 +344,13 @@ def test_another_machine_has_other_servers_in_a_common_folder(
 ) -> None:
     mine = obtain()
     known(mine)
-    monkeypatch.setattr(kept_server, "boot_id", lambda: "another boot, or another machine")
-    assert kept_server.kept_servers() == []
-    theirs = obtain()
-    assert theirs.folder.parent != mine.folder.parent
-    wait_until(lambda: kept_server.ask(theirs.folder, ImportModules(())) is not None)
-    theirs.end()
-    assert kept_server.end(str(theirs.folder))
-    monkeypatch.undo()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(kept_server, "boot_id", lambda: "another boot, or another machine")
+        assert kept_server.kept_servers() == []
+        theirs = obtain()
+        assert theirs.folder.parent != mine.folder.parent
+        theirs.end()
+        assert kept_server.end(str(theirs.folder))
     mine.end()
 
 
