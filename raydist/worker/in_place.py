@@ -38,8 +38,11 @@ PATIENCE_S = 5.0
 of a killed rank within milliseconds, but of a lost node only later."""
 AGAIN_S = 0.02
 """Seconds between two attempts to break all connections: the rank may be opening new ones."""
+CLOSED_S = 0.002
+"""Seconds between two looks whether gloo has closed them all."""
 STUCK_S = 0.5
 """Seconds within which gloo closes a connection that was broken."""
+NOT_CLOSED = "gloo did not close a broken connection"
 NOT_INSIDE = "it was not in raydist.fit"
 
 
@@ -104,22 +107,30 @@ class InPlace:
                 self._called.set()
 
     def _break_connections(self, out: threading.Event) -> None:
-        """Break all connections until the main thread is out.
+        """Break all connections until the main thread is out and gloo has closed them.
 
         gloo closes a broken connection when it reads from it. It does not read while it has the
         beginning of a message for a collective that has failed: another one that waits for the same
-        rank never ends then.
+        rank never ends then, and the first barrier of the next attempt waits for it.
         """
         since: dict[str, float] = {}
-        while not out.is_set():
+        while True:
+            is_out = out.is_set()  # from now on the main thread opens no connection
             now = time.monotonic()
             broken = dict.fromkeys(break_connections(self._addresses), now)
             there = {name for name, _ in sockets()}
             since = {name: at for name, at in {**broken, **since}.items() if name in there}
-            if any(now - at > STUCK_S for at in since.values()):
-                self._reply(ParkReply("gloo did not close a broken connection"))
+            if is_out and not since:
                 return
-            out.wait(AGAIN_S)
+            if any(now - at > STUCK_S for at in since.values()):
+                with self._lock:
+                    self.why_not = NOT_CLOSED
+                self._reply(ParkReply(NOT_CLOSED))
+                return
+            if is_out:
+                time.sleep(CLOSED_S)
+            else:
+                out.wait(AGAIN_S)
 
     # The main thread.
 
@@ -198,11 +209,12 @@ class InPlace:
         with self._lock:
             assert self._breaking is not None, "the rank was called"
             breaking, out = self._breaking
+        # The main thread is out when one collective has failed. Others may still wait for ranks
+        # that survive too, until their connections are closed; and this before new ones are opened.
         out.set()
-        breaking.join()  # before new connections are opened
-        # An error that the rank noticed by itself ends one collective. Others, of which two occupy
-        # all threads of gloo's process group, may still wait for ranks that survive too.
-        break_connections(self._addresses)
+        breaking.join()
+        if self.why_not:  # the agent knows it
+            wait_to_be_killed()
         self._reply(ParkReply(why_not))
         if why_not:
             wait_to_be_killed()

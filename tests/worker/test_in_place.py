@@ -181,3 +181,51 @@ def test_only_connections_between_ranks_are_broken() -> None:
             assert (to_rank.recv(1), from_rank.recv(1)) == (b"", b"")
             to_other.sendall(b"x")
             assert from_other.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_rank_is_kept_only_if_gloo_closes_the_connections_of_the_attempt(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """A collective that had the beginning of a message waited on, and the next barrier for it: all
+    ranks of the next attempt hung."""
+
+    class Killed(Exception):
+        pass
+
+    def be_killed() -> None:
+        raise Killed
+
+    def read_to_the_end() -> None:
+        with other:
+            other.recv(1)
+
+    monkeypatch.setattr(in_place, "wait_to_be_killed", be_killed)
+    attempts: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as ranks:
+        rank.in_place.take(Meet(0, [json.dumps(["mine", [ranks.getsockname()]])]))
+        rank.meet()
+        mine = socket.create_connection(ranks.getsockname())
+        other = ranks.accept()[0]
+
+        def train() -> str:
+            attempts.append(1)
+            if len(attempts) == 1:
+                rank.in_place.take(ParkRank())
+                rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
+                rank.in_place.take(Meet(1, contacts("mine")))
+                raise RuntimeError("Connection closed by peer")
+            return "done"
+
+        # as gloo's thread does
+        reads = threading.Thread(target=read_to_the_end)
+        if closed:
+            reads.start()
+            mine.close()
+            assert rank.outlive(train) == "done"
+            reads.join()
+            assert rank.replies == [ParkReply("")]
+        else:
+            with mine, other, pytest.raises(Killed):
+                rank.outlive(train)
+            assert rank.replies == [ParkReply(in_place.NOT_CLOSED)]
