@@ -166,7 +166,7 @@ def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
         yield Lever("raydist.fit's own", False, "a script has its own loop")
         return
     fused = fused_choice(job, gpus)
-    yield Lever("fused optimizer", fused.on, f"{job.optim.name}: {fused.why}")
+    yield Lever("fused optimizer", fused.on, f"{job.optim.title}: {fused.why}")
     why = "train.compile=true" if train.compile else "the first step takes long: train.compile=true"
     yield Lever("torch.compile", train.compile, why)
     images = train.channels_last or (train.fast and gpus)

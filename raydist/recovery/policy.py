@@ -11,9 +11,9 @@ from raydist.settings.config import Job, Restart
 from raydist.shared import kinds
 from raydist.shared.outcome import Attempt, End
 
-NEVER = frozenset({"ConfigError", "LaunchError"})
-"""Exceptions for which a retry cannot help: a setting is wrong, or a file, a module or a device is
-missing."""
+NEVER = frozenset({"ConfigError", "LaunchError", "NonFiniteError"})
+"""Exceptions for which a retry cannot help: a setting is wrong; a file, a module or a device is
+missing; the numbers of a training are not finite."""
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
 """Signals that another process sends: the same one twice at the same step is no evidence of a fault
 in the job."""

@@ -3,8 +3,8 @@
 Takes overrides from a command line and the groups of conf/. Returns a frozen, checked config.Job,
 or raises a ConfigError that names the value and what to type instead. Starts nothing.
 
-    choices.py            A config source for choices without a file: scale=2x8, torchvision's
-                          models, any job
+    choices.py            A config source for choices without a file: scale=2x8, any model,
+                          optimizer, job
     compose.py            Overrides -> Job: Hydra composes conf/ and the overrides, checked before
                           any start
     config.py             The settings of a run: frozen dataclasses; a field's docstring is its

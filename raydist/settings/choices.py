@@ -1,4 +1,4 @@
-"""A config source for choices without a file: scale=2x8, torchvision's models, any job. (driver)"""
+"""A config source for choices without a file: scale=2x8, any model, optimizer, job. (driver)"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
 
 SIZE = re.compile(r"(\d+)(?:\.\.(\d+))?x(\d+)|(\d+)\.\.(\d+)")
+OPTIMIZER = re.compile(r"\w+(\.\w+)+")
 MODEL = re.compile(r"^@register_model\(.*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 
 
@@ -70,7 +71,7 @@ class Choices(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.rstrip("/") in ("", "scale", "model", "job")
+        return config_path.rstrip("/") in ("", "scale", "model", "optim", "job")
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.partition("/")
@@ -81,6 +82,8 @@ class Choices(ConfigSource):
                 return SIZE.fullmatch(name) is not None
             case "model":
                 return name in torchvision_models()
+            case "optim":
+                return OPTIMIZER.fullmatch(name) is not None
             case "job":
                 return bool(name) and (not targets.is_name(name) or name in targets.job_files())
         return False
@@ -97,7 +100,7 @@ class Choices(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         names = {
-            "": ["job", "model", "scale"],
+            "": ["job", "model", "optim", "scale"],
             "model": [*torchvision_models()],
             "job": [*targets.job_files()],
         }
@@ -113,6 +116,8 @@ def _make(group: str, name: str) -> Container:
             return OmegaConf.create(parse_scale(name))
         case "model":
             return OmegaConf.create({"_target_": f"torchvision.models.{name}", "weights": None})
+        case "optim":
+            return OmegaConf.create({"_target_": name})
     return OmegaConf.create({"job": {"target": name}})
 
 

@@ -218,9 +218,13 @@ class Optim:
     fused: bool | str = one_of("auto", True, False)
     """torch's fused optimizer, which updates all parameters in one pass. auto: where the weights
     have the same bits, or with train.fast=true; else the last bits may differ. rmsprop has none."""
-    schedule: str = one_of("constant", "cosine", "linear", "step")
+    schedule: str = one_of("constant", "cosine", "linear", "step", "wsd")
     """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each
-    third)."""
+    third), wsd (constant, then linear to 0 in the last part of the training, `decay_ratio`)."""
+    decay_ratio: float = field(default=0.2, metadata={"below": 0, "most": 1})
+    """schedule=wsd: the part of the steps after the warm-up in which the rate falls."""
+    min_lr_ratio: float = at_least(0, 0.0, most=1)
+    """Where cosine, linear and wsd end, as a part of the full rate: 0.1 is a tenth of it."""
     warmup: int = at_least(0, 0)
     """Steps in which the learning rate rises linearly to its full value."""
     scaling: str = one_of("none", "linear", "sqrt")
@@ -228,6 +232,17 @@ class Optim:
     arXiv:1706.02677) or lr x sqrt(k), with k = global batch / scaling_batch."""
     scaling_batch: int = at_least(1, 256)
     """The global batch for which `lr` was chosen."""
+    groups: str = one_of("one", "no_decay")
+    """no_decay: no weight decay on embeddings and on parameters with less than two dimensions, such
+    as norms and biases."""
+    _target_: str = ""
+    """Any class of torch.optim.Optimizer, in place of `name`: optim=torch.optim.NAdam, or
+    optim=my_module.MyOptimizer."""
+
+    @property
+    def title(self) -> str:
+        """The optimizer's name, for a person."""
+        return self._target_.rpartition(".")[2] or self.name
 
 
 @dataclass(frozen=True)
@@ -246,6 +261,9 @@ class Train:
     only."""
     clip: float | None = greater_than(0, None)
     """Maximum norm of the gradient; null: no clipping."""
+    recompute: str = one_of("none", "blocks", "selective")
+    """Activations that the backward pass computes again, to save memory. blocks: all but the input
+    of each block. selective: also keep what products of matrices and attention give."""
     compile: bool = False
     """Use torch.compile for the model, or for each of its blocks where they are sharded."""
     channels_last: bool = False
@@ -262,8 +280,17 @@ class Train:
     fast: bool = False
     """Switch on what speeds up training without a change of meaning: gc=100; in raydist.fit
     optim.fused, and on GPUs channels_last, tf32 and cudnn_search."""
+    grad_norm: bool = False
+    """Report the norm of the gradient in each step, before clipping. With `clip` it always is."""
+    nan: str = one_of("ignore", "skip", "end")
+    """What happens if the loss or the norm of the gradient is not finite. skip: the step changes
+    no weight. end: the run ends, and each rank saves its batches of the step in the run folder."""
     evaluate_every: int = at_least(0, 1)
     """Epochs between evaluations; 0: evaluate at the end only."""
+    evaluate_steps: int | None = at_least(1, None)
+    """Optimizer steps between evaluations, which wins over `evaluate_every`; null: by epochs."""
+    evaluate_batches: int | None = at_least(1, None)
+    """Limit on the batches of each rank in an evaluation; null: all test samples."""
 
 
 @dataclass(frozen=True)

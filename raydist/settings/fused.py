@@ -33,6 +33,11 @@ def fused_choice(job: Job, gpus: bool) -> Fused:
     `gpus`: whether the job's ranks have GPUs.
     """
     optim, sharded = job.optim, divides(job.parallel)
+    if optim._target_:
+        cause = "a class of your choice has its own arguments"
+        if optim.fused is True:
+            raise ConfigError.of("optim.fused", "true", cause, "optim.args.fused=true")
+        return Fused(False, f"{cause}: optim.args")
     obstacle = "torch has no fused RMSprop" if optim.name not in FUSED else ""
     if sharded and optim.name in FUSED and optim.name not in SHARDED:
         obstacle = f"torch has no fused {optim.name} for a model in shards"

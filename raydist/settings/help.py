@@ -35,6 +35,7 @@ raydist runs a training program on every GPU of a Ray cluster.
 ALSO = {
     "job": "path/to/file.py, path/to/file.py:function, package.module:function, any file in ./jobs",
     "model": "any of torchvision's {models} image models, as in model=resnet18",
+    "optim": "any class of torch.optim.Optimizer, as in optim=torch.optim.NAdam",
     "scale": "NODESxRANKS, as in scale=2x8; MIN..MAX nodes, as in scale=2..8x8",
 }
 """What a group accepts besides the files in conf/."""

@@ -105,10 +105,16 @@ def translate_overrides(
 
 
 def spread(texts: Sequence[str]) -> Iterator[str]:
-    """Replace `scale.nodes=2..8` by the two settings that it stands for."""
+    """Replace `scale.nodes=2..8` by the two settings that it stands for.
+
+    Also replace `optim._target_=CLASS` by the choice `optim=CLASS`, which has no arguments of
+    another optimizer.
+    """
     for text in texts:
         if span := re.fullmatch(r"(?:\+\+)?scale\.nodes=(\d+)\.\.(\d+)", text):
             yield from (f"scale.nodes={span[1]}", f"scale.max_nodes={span[2]}")
+        elif target := re.fullmatch(r"(?:\+\+)?optim\._target_=(.+)", text):
+            yield f"optim={target[1]}"
         else:
             yield text
 

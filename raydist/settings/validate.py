@@ -92,6 +92,11 @@ def validate(job: Job) -> Job:
     _check_repeatable(job)
     _check_parallel(job)
     fused_choice(job, gpus=False)
+    if job.optim.min_lr_ratio and job.optim.schedule in ("constant", "step"):
+        cause = f"the rate does not fall to 0 with optim.schedule={job.optim.schedule}"
+        raise ConfigError.of(
+            "optim.min_lr_ratio", job.optim.min_lr_ratio, cause, "optim.schedule=cosine"
+        )
     batch, passes = job.data.global_batch, job.train.accumulate
     if batch is not None and batch % passes:
         near = round(batch / passes) * passes or passes

@@ -2,6 +2,7 @@
 
 RaydistError             1    something that raydist can name went wrong
 ├── ConfigError          2    a setting is wrong, or names what does not exist; nothing was started
+├── NonFiniteError       1    the loss or the gradient is NaN or infinite (train.nan=end)
 ├── LaunchError          1    the cluster, a node or a rank could not be started
 ├── RunFailed            1    a rank failed; the Result has the cause and all exceptions
 └── Stopped          128+n    stopped by signal n
@@ -99,6 +100,13 @@ class ConfigError(RaydistError):
         known = [*known]
         guess = nearest(str(value), known, f"{key} " if key.startswith("-") else f"{key}=")
         return cls.of(key, value, cause, guess=guess, known=known)
+
+
+class NonFiniteError(RaydistError):
+    """The loss or the gradient is NaN or infinite, with `train.nan=end`. Exit code 1.
+
+    There is no restart: it would come to the same step.
+    """
 
 
 class LaunchError(RaydistError):

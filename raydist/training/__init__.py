@@ -23,7 +23,7 @@ of it.
     meta.py               Creates the values of a model on meta: the same whole, by blocks, or in a
                           stage
     models.py             Small models for the jobs: each trains in seconds on a CPU
-    optim.py              The optimizer by name, its learning rate for a global batch, the rate's
+    optim.py              The optimizer, its groups, its learning rate for a global batch, its
                           schedule
     outlive.py            Has a training outlive another rank in this process, where that is exact
     parallel.py           Sharded models on a DeviceMesh: fully_shard by blocks, tensor parallelism
@@ -32,6 +32,7 @@ of it.
     rank_model.py         A rank's model: on its device, wrapped by the backend, with its optimizer
     ray_data.py           A ray.data.Dataset for raydist.fit: each rank reads its part of
                           streaming_split
+    recompute.py          Activations that are computed again in the backward pass: train.recompute
     reshard.py            Shards or a whole state in ranks' memories, read by any number of ranks
                           with DCP
     sharded.py            Sharded states (FSDP) in memory: each rank's shards, with a copy on the

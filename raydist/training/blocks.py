@@ -12,13 +12,15 @@ from raydist.shared.errors import ConfigError
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def find_blocks(model: nn.Module, named: str = "") -> list[nn.Module]:
+def find_blocks(
+    model: nn.Module, named: str = "", without: str = "parallel=ddp"
+) -> list[nn.Module]:
     """Return the blocks, in the order of the model; none is inside another one.
 
     Blocks are found by class: `named` (parallel.blocks), otherwise what the model itself names
     (`_no_split_modules`, as Hugging Face's models do), otherwise the class that repeats in a
     ModuleList or Sequential. ConfigError: there is none. Sharding only the whole model would gather
-    all of it at once, and save next to nothing.
+    all of it at once, and save next to nothing. `without`: the setting that needs no blocks.
     """
     names = {named} if named else {*(getattr(model, "_no_split_modules", None) or ())}
     found = list(_outermost(model, names) if names else _repeated(model))
@@ -36,7 +38,7 @@ def find_blocks(model: nn.Module, named: str = "") -> list[nn.Module]:
         "blocks are unknown"
     )
     raise ConfigError.of(
-        "parallel.blocks", None, cause, "parallel.blocks=CLASS", "parallel=ddp", known=classes
+        "parallel.blocks", None, cause, "parallel.blocks=CLASS", without, known=classes
     )
 
 

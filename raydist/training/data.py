@@ -160,18 +160,21 @@ class EvalSampler:
     together: bool = False
     """Whether all ranks have as many portions as rank 0, because a forward pass needs all ranks.
     The extra portions repeat the first sample."""
+    most: int | None = None
+    """Limit on the portions."""
 
     @property
     def counted(self) -> int:
         """Portions of this rank's own samples; the extra portions come after them."""
-        return math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
+        own = math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
+        return own if self.most is None else min(own, self.most)
 
     def __iter__(self) -> Iterator[Portion]:
         own = np.arange(self.rank, self.size, self.world_size)
         parts = [
             own[first : first + self.batch_size].copy()
             for first in range(0, len(own), self.batch_size)
-        ]
+        ][: self.counted]
         return (
             Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))]
         )
@@ -180,13 +183,15 @@ class EvalSampler:
         return replace(self, rank=0).counted if self.together else self.counted
 
 
-def eval_sampler(samples: Any, order: Order, together: bool) -> EvalSampler:
-    """Return a rank's portions of the test samples, as large as its training portions.
+def eval_sampler(
+    samples: Any, order: Order, together: bool, most: int | None = None
+) -> EvalSampler:
+    """Return a rank's portions of the test samples, at most `most`.
 
-    ConfigError: the samples have no length or no index.
+    They are as large as its training portions. ConfigError: the samples have no length or no index.
     """
     size = size_of(samples, "test")
-    return EvalSampler(size, order.portion, order.rank, order.world_size, together)
+    return EvalSampler(size, order.portion, order.rank, order.world_size, together, most)
 
 
 class Portions(Dataset[Any]):

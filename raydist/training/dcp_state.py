@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,12 +13,16 @@ from raydist.shared.errors import ConfigError, RaydistError
 from raydist.state.checkpoint_files import Saved, read_state
 from raydist.state.snapshot import rebuilt
 from raydist.state.snapshot_layout import State
-from raydist.training import sharded
+from raydist.training import optim, sharded
+from raydist.training.optim import split_names
 from raydist.training.rank_model import RankModel
 from raydist.training.reshard import divide, from_bytes, to_bytes
 from raydist.training.sources import saved_part
 from raydist.training.step import Stepper
 from raydist.worker import checkpoint, context, random_state
+
+if TYPE_CHECKING:
+    from raydist.training.pipeline import Names
 
 RANDOM = "random"
 """The key of the random generators' states, one row per rank."""
@@ -87,13 +91,20 @@ def _by_name(model: RankModel, names: Sequence[str], kept: State) -> State:
         for group in kept["param_groups"]
     ]
     if model.pipeline is not None:
-        (group,) = groups
         # A checkpoint has the state of the whole model.
-        group["params"] = [*model.pipeline.names.trained]
+        for group, part in zip(
+            groups, _whole_groups(model.pipeline.names, len(groups)), strict=True
+        ):
+            group["params"] = part
     for group in groups:
         group.pop("initial_lr", None)  # belongs to the schedule
     state = {names[index]: of_one for index, of_one in kept["state"].items() if of_one}
     return {"state": state, "param_groups": groups}
+
+
+def _whole_groups(names: Names, count: int) -> list[list[str]]:
+    """Return the names of a whole model's parameters, in one or two groups of the optimizer."""
+    return [[*names.trained]] if count == 1 else [*split_names(names.trained, names.undecayed)]
 
 
 def _on_mesh(value: Any, mesh: Any) -> Any:
@@ -119,13 +130,10 @@ def _on_mesh(value: Any, mesh: Any) -> Any:
 
 
 def _names(model: RankModel) -> list[str]:
-    """Return the names of the optimizer's parameters, in its order."""
-    names = [name for name, value in model.module.named_parameters() if value.requires_grad]
-    return (
-        [model.pipeline.names.first[name] for name in names]
-        if model.pipeline is not None
-        else names
-    )
+    """Return the names of the optimizer's parameters in the whole model, in its order."""
+    first = model.pipeline.names.first if model.pipeline is not None else {}
+    by_id = {id(value): first.get(name, name) for name, value in model.module.named_parameters()}
+    return [by_id[id(value)] for group in model.optimizer.param_groups for value in group["params"]]
 
 
 def _row_of_each(model: RankModel) -> torch.Tensor:
@@ -155,16 +163,17 @@ def find_shards(model: RankModel) -> RestoredState | None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     # Creates the optimizer's state, which is filled below.
+    fresh = [{**group} for group in model.optimizer.param_groups]
     get_optimizer_state_dict(model.module, model.optimizer)
     state = state_of(model, {}, torch.zeros((), device=model.device))
     load = sharded.load if model.comm.sharded else sharded.load_from_disk
-    trained = state["optimizer"]["param_groups"][0]["params"]
+    trained = _grouped(state)
     try:
         part = model.comm.pipelined
         step = load(state, of_ranks=RANDOM, optional=STATES, part=part)
         if not step and latest is not None and model.comm.sharded:
             step = _divide(latest, model, state, part)
-        if (odd := {*trained} ^ {*state["optimizer"]["param_groups"][0]["params"]}) and step:
+        if (odd := {*trained} ^ {*_grouped(state)}) and step:
             raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
     except RaydistError as error:
         cause = f"this state does not fit the model and the optimizer: {error}"
@@ -173,21 +182,42 @@ def find_shards(model: RankModel) -> RestoredState | None:
         ) from error
     if not step:
         model.optimizer.state.clear()
+        for group, before in zip(model.optimizer.param_groups, fresh, strict=True):
+            group.update(before)
         return None
-    _forget_unkept(model, state)
+    _take_rest(model, state)
     # tensors are filled in place; the optimizer's settings remain the current ones
     rows = sharded.local(state[RANDOM]).cpu() if RANDOM in state else None
     own = None if rows is None else rows[0 if model.comm.sharded else context.rank().rank]
     return RestoredState(step, from_bytes(state["training"]), state["loss"], own)
 
 
-def _forget_unkept(model: RankModel, state: State) -> None:
-    """Remove the optimizer's state of the parameters that had none when this state was kept."""
-    names = _names(model)
-    trained = [value for group in model.optimizer.param_groups for value in group["params"]]
-    for name, value in zip(names, trained, strict=True):
-        if name not in state["optimizer"]["state"]:
-            model.optimizer.state.pop(value, None)
+def _grouped(state: State) -> list[str]:
+    """Return the names of the optimizer's parameters, by group."""
+    return [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+
+
+def _take_rest(model: RankModel, state: State) -> None:
+    """Give the optimizer what of a loaded state is not filled in place.
+
+    That is all but tensors. A parameter that had no state when this one was kept has none again.
+    """
+    optimizer, kept = model.optimizer, state["optimizer"]
+    trained = [value for group in optimizer.param_groups for value in group["params"]]
+    for name, value in zip(_names(model), trained, strict=True):
+        if name not in kept["state"]:
+            optimizer.state.pop(value, None)
+            continue
+        optimizer.state[value].update(
+            {
+                key: each
+                for key, each in kept["state"][name].items()
+                if not isinstance(each, torch.Tensor)
+            }
+        )
+    for group, saved in zip(optimizer.param_groups, kept["param_groups"], strict=True):
+        own = {"params": group["params"], "lr": group["lr"]}
+        group.update(optim.continued(group, saved, model.settings) | own)
 
 
 def _divide(saved: Saved, model: RankModel, state: State, part: bool) -> int:
@@ -202,7 +232,10 @@ def _divide(saved: Saved, model: RankModel, state: State, part: bool) -> int:
             key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept
         }
         training = to_bytes({**facts, "scaler": {}})
-        names = model.pipeline.names.trained if model.pipeline is not None else _names(model)
+        names = _names(model)
+        if model.pipeline is not None:
+            groups = _whole_groups(model.pipeline.names, len(kept["optimizer"]["param_groups"]))
+            names = [name for group in groups for name in group]
         whole = {
             "model": kept["model"],
             "optimizer": _by_name(model, names, kept["optimizer"]),

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.shared import kinds
-from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.errors import ConfigError, NonFiniteError, RaydistError, nearest
 from raydist.state.device import Mark, device_of
 from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
@@ -23,7 +23,7 @@ from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, Whole
 from raydist.training.evaluation import Metric
 from raydist.training.outlive import outlive
 from raydist.training.rank_model import RankModel
-from raydist.training.step import Loss, Stepper
+from raydist.training.step import Loss, StepFigures, Stepper
 from raydist.training.training_state import TrainingProgress, TrainingState
 from raydist.training.waits import DataWait
 from raydist.worker import context, profiling
@@ -68,7 +68,8 @@ def fit(
 
     After each optimizer step it reports `loss` (the mean over the samples of all ranks), `lr`,
     `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, `samples` (training samples used
-    so far by all ranks); after each evaluation the results.
+    so far by all ranks), and `grad_norm` with `train.clip` or `train.grad_norm`; after each
+    evaluation the results.
 
     It saves checkpoints as `checkpoint.every` says, and continues from a checkpoint or a snapshot
     if the run has one. A job may call it several times, in the same order in each run: the second
@@ -79,7 +80,8 @@ def fit(
     is not a map-style Dataset; the samples do not fill one optimizer step; the global batch cannot
     be divided among the ranks; `checkpoint.best` names an unknown metric; `model=` names no model;
     the checkpoint does not fit the model. RaydistError: called outside a run, or the ranks found
-    different checkpoints. What `model`, `loss`, a metric or a data set raises is passed on.
+    different checkpoints; NonFiniteError, a class of it: `train.nan=end` ends the training. What
+    `model`, `loss`, a metric or a data set raises is passed on.
     """
     current = context.current()
     if current.comm is None:
@@ -100,7 +102,8 @@ def fit(
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
         tests = None
         if test is not None:
-            sampler = data.eval_sampler(test, order, together=comm.sharded)
+            most = config.train.evaluate_batches
+            sampler = data.eval_sampler(test, order, together=comm.sharded, most=most)
             held_out = data.loader(test, sampler, config.data, collate)
             tests = TestSet(held_out, sampler.counted, measured)
         module = model if model is not None else models.build_model(config.model)
@@ -188,26 +191,32 @@ class Training:
         self.results: dict[str, float] = {}
         self.evaluated = -1
         """The step of the last evaluation."""
+        self.skipped = 0
+        """Steps of this attempt that changed no weight (`train.nan=skip`)."""
 
     def run(self) -> dict[str, float]:
         """Train from the current step to the end; return the last loss and the last metrics."""
         progress = self.state.progress
         order = self.state.order
         stepper = self.state.stepper
-        evaluate_every, save_every = self.job.train.evaluate_every, self.job.checkpoint.every
+        train, save_every = self.job.train, self.job.checkpoint.every
+        evaluate_every = 0 if train.evaluate_steps else train.evaluate_every
         self._announce()
+        # A checkpoint is saved after the evaluation of its step, a snapshot is kept before it.
+        if self._evaluates_after(progress.step) and self.checkpointer.saved != progress.step:
+            self._evaluate()
         asked = False
         while progress.more:
             batches, began = self.waits.timed(iter(self.batches)), time.perf_counter()
             self.checkpointer.go_on()
             while progress.more and order.more:
                 rate = stepper.rate
-                mean_loss = stepper.forward_backward(batches)
-                stepper.update()
-                loss = mean_loss()
-                progress.count_step(order.global_batch, loss)
+                figures = stepper.update(stepper.forward_backward(batches))
+                if not figures.finite:
+                    self._not_finite(figures)
+                progress.count_step(order.global_batch, figures.loss)
                 order.position += order.global_batch
-                self._report(loss, rate)
+                self._report(figures, rate)
                 self.waits.step(order.kind)
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
@@ -216,11 +225,16 @@ class Training:
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
                     began = time.perf_counter()
+                evaluate = self._evaluates_after(progress.step)
                 due = asked or (save_every and progress.step % save_every == 0)
                 # The last step of an epoch of a map-style data set is saved after its evaluation.
-                if due and (order.kind != "map" or order.more):
+                save = due and (order.kind != "map" or order.more)
+                if evaluate or save:
                     self.spent["step"] += time.perf_counter() - began
-                    self._save()
+                    if evaluate:
+                        self._evaluate()
+                    if save:
+                        self._save()
                     began = time.perf_counter()
             self.spent["step"] += time.perf_counter() - began
             if (progress.more or order.kind == "map") and not order.more:
@@ -259,12 +273,43 @@ class Training:
             values = {"loss": progress.loss.item()}
             context.emit_event(kinds.Recalled(rank=rank, step=progress.step, values=values))
 
-    def _report(self, loss: torch.Tensor, rate: float) -> None:
-        """Report the step that has this loss and was made with this learning rate."""
-        progress = self.state.progress
+    def _evaluates_after(self, step: int) -> bool:
+        """Report whether `train.evaluate_steps` asks for an evaluation after this step."""
+        every = self.job.train.evaluate_steps
+        return every is not None and step > 0 and step % every == 0
+
+    def _not_finite(self, figures: StepFigures) -> None:
+        """Warn of a step that changed no weight, or end the training: as `train.nan` says."""
+        step, norm = self.state.progress.step + 1, figures.norm
+        assert norm is not None
+        what = (
+            f"step {step}: the loss is {figures.loss.item():g}, the gradient's norm {norm.item():g}"
+        )
+        if self.job.train.nan == "end":
+            raise NonFiniteError(f"{what} (train.nan=end); {self._save_batches(step)}")
+        self.skipped += 1
+        # The first, then the second, fourth, …: bad data may go on for thousands of steps.
+        if context.rank().rank == 0 and self.skipped & (self.skipped - 1) == 0:
+            context.warn(f"{what}, so it changed no weight (train.nan=skip); {self.skipped} so far")
+
+    def _save_batches(self, step: int) -> str:
+        """Save this rank's batches of a step; return where they are, or why they are not."""
+        me = context.rank()
+        path = me.run_dir / "nan" / f"step-{step:08d}" / f"rank-{me.rank}.pt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(self.state.stepper.batches, path)
+        except Exception as error:  # of the disk, or a batch that cannot be pickled
+            return f"the batches could not be saved: {error}"
+        return f"torch.load reads its batches in {path}"
+
+    def _report(self, figures: StepFigures, rate: float) -> None:
+        """Report the step that has these figures and was made with this learning rate."""
+        progress, norm = self.state.progress, figures.norm
+        reported = self.job.train.clip is not None or self.job.train.grad_norm
         self.reporter.step(
             progress.step,
-            loss,
+            {"loss": figures.loss, **({"grad_norm": norm} if reported else {})},
             steps=progress.steps,
             epoch=self.state.order.epoch + 1,
             epochs=progress.epochs,
@@ -321,16 +366,18 @@ class MetricReporter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device_of(device)
-        self.waiting: deque[tuple[Mark, int, torch.Tensor, dict[str, Any]]] = deque()
+        self.waiting: deque[tuple[Mark, int, dict[str, Any]]] = deque()
 
-    def step(self, step: int, loss: torch.Tensor, **facts: Any) -> None:
-        """Report a step with its loss, at once or as soon as the GPU has computed the loss."""
-        if not self.device.lags(loss):
-            context.report(step, loss=loss, **facts)
+    def step(self, step: int, figures: Mapping[str, torch.Tensor | None], **facts: Any) -> None:
+        """Report a step with its figures, at once or as soon as the GPU has computed them."""
+        known = {name: value for name, value in figures.items() if value is not None}
+        if not any(self.device.lags(value) for value in known.values()):
+            context.report(step, **known, **facts)
             return
-        on_host = torch.empty((), dtype=loss.dtype, pin_memory=loss.is_cuda)
-        self.device.copy(on_host, loss)
-        self.waiting.append((self.device.mark(), step, on_host, facts))
+        for name, value in known.items():
+            known[name] = torch.empty((), dtype=value.dtype, pin_memory=value.is_cuda)
+            self.device.copy(known[name], value)
+        self.waiting.append((self.device.mark(), step, {**known, **facts}))
         while self.waiting and self.waiting[0][0].done():
             self._report_next()
 
@@ -341,5 +388,5 @@ class MetricReporter:
             self._report_next()
 
     def _report_next(self) -> None:
-        _, step, loss, facts = self.waiting.popleft()
-        context.report(step, loss=loss, **facts)
+        _, step, values = self.waiting.popleft()
+        context.report(step, **values)

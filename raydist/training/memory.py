@@ -11,20 +11,24 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from raydist.messages.server import LookAtModel
 from raydist.settings import config
 from raydist.settings.mesh import MeshShape, mesh_shape, microbatches
 from raydist.shared.errors import ConfigError
-from raydist.training import models
+from raydist.training import models, optim
 from raydist.training.blocks import find_blocks
 from raydist.training.heads import check_heads
+from raydist.training.recompute import KEPT
 from raydist.training.stages import cut_model
 from raydist.worker.torch_private import fake_tensors
 
@@ -32,9 +36,27 @@ STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
 """Tensors that the optimizer keeps for each parameter; sgd has one with momentum."""
 
 
-def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, int]:
+def states_of(settings: config.Optim) -> float:
+    """Return how many tensors of its size the optimizer keeps for a parameter.
+
+    A class of the user's choice makes a step for that, which fake tensors do not allow.
+    """
+    if not settings._target_:
+        return STATES.get(settings.name, int(bool(settings.args.get("momentum"))))
+    value = nn.Parameter(torch.zeros(8, 8))
+    value.grad = torch.zeros(8, 8)
+    own = optim.optimizer(settings, [value], settings.lr)
+    own.step()
+    kept = [each for each in own.state[value].values() if isinstance(each, torch.Tensor)]
+    return sum(each.numel() for each in kept if each.dim()) / value.numel()
+
+
+def memory_of(
+    model: nn.Module, job: config.Job, shape: MeshShape, states: float | None = None
+) -> dict[str, int]:
     """Return the bytes by their use, on the rank with the most.
 
+    `states`: what `states_of` returns; None: it is called.
     `model`: on meta, or fake. `activations` are included if it is fake and has a method `example`,
     which makes an input of a number of samples. They are an upper bound: in a tp group they do not
     count the division of its layers. ConfigError: the model cannot be divided this way.
@@ -43,7 +65,8 @@ def memory_of(model: nn.Module, job: config.Job, shape: MeshShape) -> dict[str, 
     blocks = find_blocks(model, job.parallel.blocks)
     check_heads(model, shape.tp)
     parts = cut_model(model, blocks, shape.pp) if shape.pp > 1 else [model]
-    found = [_of_part(part, blocks, job, shape, plan) for part in parts]
+    states = states_of(job.optim) if states is None else states
+    found = [_of_part(part, blocks, job, shape, plan, states) for part in parts]
     for of_part, bytes_ in zip(found, activations(model, parts, job, shape), strict=False):
         of_part["activations"] = bytes_
     return max(found, key=lambda of_part: sum(of_part.values()))
@@ -54,7 +77,8 @@ def activations(
 ) -> list[int]:
     """Return the bytes that each part's forward passes keep for the backward passes.
 
-    Empty if they cannot be determined here.
+    With `train.recompute` they include what one block computes again. Empty if they cannot be
+    determined here.
     """
     example: Any = getattr(model, "example", None)
     if example is None or any(value.is_meta for value in model.parameters()):
@@ -68,24 +92,95 @@ def activations(
     )
     on_their_way = count if job.parallel.schedule == "gpipe" else min(count, shape.pp)
     half = torch.bfloat16 if job.train.precision == "bf16" else None
+    how = job.train.recompute
+    blocks = [] if how == "none" else find_blocks(model, job.parallel.blocks)
     found = []
     for part in parts:
         values = {
             name: _cast(value, half)
             for name, value in (*part.named_parameters(), *part.named_buffers())
         }
-        kept: list[torch.Tensor] = []
-
-        def keep(value: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
-            kept.append(value)
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        kept = Kept({_storage(value) for value in values.values()})
+        with kept.watch(part, blocks, selective=how == "selective"):
             given = torch.func.functional_call(part, values, given)
-        by_storage = {_storage(each): each.untyped_storage().nbytes() for each in kept}
-        others = by_storage.keys() - {_storage(value) for value in values.values()}
-        found.append(on_their_way * sum(by_storage[each] for each in others))
+        found.append(on_their_way * sum(kept.bytes.values()) + kept.largest_block)
     return found
+
+
+class Kept:
+    """The tensors that a forward pass keeps for the backward pass, by their storage."""
+
+    def __init__(self, known: Set[int]) -> None:
+        """`known`: the storages that do not count."""
+        self.known = known
+        self.bytes: dict[int, int] = {}
+        """The bytes of each storage that is kept between the passes."""
+        self.largest_block = 0
+        """The most bytes that a block computes again in the backward pass."""
+        self._block: dict[int, int] | None = None
+        """What the block keeps that is computed now, if it computes it again later."""
+        self._alive: list[torch.Tensor] = []
+        """What was counted: another tensor could get the number of a storage that is freed."""
+
+    def keep(self, value: torch.Tensor) -> torch.Tensor:
+        self._count(value, self.bytes if self._block is None else self._block)
+        return value
+
+    def keep_output(self, output: Any) -> None:
+        """Count the output of an operation inside a block, which `selective` keeps."""
+        for each in tree_leaves(output) if self._block is not None else ():
+            if isinstance(each, torch.Tensor):
+                self._count(each, self.bytes)
+
+    def _count(self, value: torch.Tensor, to: dict[int, int]) -> None:
+        if _storage(value) not in self.known:
+            to[_storage(value)] = value.untyped_storage().nbytes()
+            self._alive.append(value)
+
+    @contextmanager
+    def watch(
+        self, model: nn.Module, blocks: Sequence[nn.Module], selective: bool
+    ) -> Iterator[None]:
+        """Count inside the block of the `with`. `blocks`: those that compute again."""
+
+        def begin(block: nn.Module, inputs: Any, named: Any) -> None:
+            for each in tree_leaves((inputs, named)):
+                if isinstance(each, torch.Tensor):
+                    self.keep(each)
+            self._block = {}
+
+        def end(block: nn.Module, inputs: Any, output: Any) -> None:
+            again = (self._block or {}).items()
+            own = sum(bytes_ for storage, bytes_ in again if storage not in self.bytes)
+            self.largest_block = max(self.largest_block, own)
+            self._block = None
+
+        here = [each for each in model.modules() if each in blocks]
+        hooks = [each.register_forward_pre_hook(begin, with_kwargs=True) for each in here]
+        hooks += [each.register_forward_hook(end) for each in here]
+        with (
+            torch.autograd.graph.saved_tensors_hooks(self.keep, lambda value: value),
+            _Outputs(self) if selective else nullcontext(),
+        ):
+            yield
+        for hook in hooks:
+            hook.remove()
+
+
+class _Outputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the outputs that `train.recompute=selective` keeps."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = operation(*args, **(kwargs or {}))
+        if operation in KEPT:
+            self.kept.keep_output(output)
+        return output
 
 
 def _storage(value: torch.Tensor) -> int:
@@ -136,9 +231,9 @@ def _of_part(
     job: config.Job,
     shape: MeshShape,
     plan: Iterable[str],
+    states: float,
 ) -> dict[str, int]:
     """Return the bytes as `memory_of` does, for a stage or the whole model."""
-    states = STATES.get(job.optim.name, int(bool(job.optim.args.get("momentum"))))
     own = trained = 0
     for name, value in part.named_parameters():
         layer = name.rpartition(".")[0]
@@ -166,7 +261,7 @@ def _of_part(
     return {
         "parameters": own,
         "gradients": trained,
-        job.optim.name: states * trained,
+        job.optim.title: int(states * trained),
         "gathered": gathered,
     }
 
@@ -186,12 +281,13 @@ def main() -> None:
     request = json.load(sys.stdin)
     job = config.from_dict(request["job"])
     shape = mesh_shape(job.parallel, request["ranks"], request["per_node"])
-    with fake_tensors():
-        model = models.build_model(job.model)
-        try:
-            found: Mapping[str, Any] = memory_of(model, job, shape)
-        except ConfigError as error:
-            found = {"refused": {"message": error.message, **error.facts}}
+    try:
+        states = states_of(job.optim)
+        with fake_tensors():
+            model = models.build_model(job.model)
+            found: Mapping[str, Any] = memory_of(model, job, shape, states)
+    except ConfigError as error:
+        found = {"refused": {"message": error.message, **error.facts}}
     print(json.dumps(found))
 
 

@@ -1,11 +1,12 @@
-"""The optimizer by name, its learning rate for a global batch, the rate's schedule. (rank side)"""
+"""The optimizer, its groups, its learning rate for a global batch, its schedule. (rank side)"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from raydist.settings.config import Job, Optim
 from raydist.settings.fused import fused_choice
 from raydist.shared.errors import ConfigError, nearest
+from raydist.state.snapshot_layout import State
 
 OPTIMIZERS = {
     "sgd": "SGD",
@@ -27,9 +29,10 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
     "step": lambda done: 0.1 ** math.floor(3 * done),
+    "wsd": lambda done: 1 - done,
 }
 """The learning-rate factor after the warm-up by schedule, as a function of the fraction (0 to 1) of
-the training done."""
+the training done; of wsd, of the fraction of the decay."""
 
 
 def learning_rate(settings: Optim, global_batch: int) -> float:
@@ -61,29 +64,113 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
     return not choice.exact or whole or not job.optim.args.get("momentum")
 
 
-def optimizer(
-    settings: Optim, parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool = False
-) -> torch.optim.Optimizer:
-    """Create the optimizer.
+def optimizer_class(settings: Optim) -> type[torch.optim.Optimizer]:
+    """Return the optimizer's class.
 
-    ConfigError: it does not have an argument of `optim.args`, or refuses its value.
+    ConfigError: `optim._target_` cannot be imported, or is no class that `fit` can use.
     """
-    kind = getattr(torch.optim, OPTIMIZERS[settings.name])
-    known = [
-        name for name in inspect.signature(kind).parameters if name not in ("self", "params", "lr")
+    name = settings._target_
+    if not name:
+        named: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[settings.name])
+        return named
+    try:
+        found: Any = pkgutil.resolve_name(name)
+    except Exception as error:  # a module of the user's may raise anything
+        cause = f"it cannot be imported: {error}"
+        raise ConfigError.of("optim", name, cause, "optim=torch.optim.NAdam") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        cause = "it is not a class of torch.optim.Optimizer"
+        raise ConfigError.of("optim", name, cause, "optim=torch.optim.NAdam")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        cause = "its step needs a closure, which raydist.fit does not have"
+        raise ConfigError.of("optim", name, cause, "optim=adamw")
+    return found
+
+
+def arguments(settings: Optim) -> Set[str]:
+    """Return the names of the arguments of the optimizer's class: its settings, not its state."""
+    return inspect.signature(optimizer_class(settings)).parameters.keys()
+
+
+def without_decay(model: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that get no weight decay with `optim.groups=no_decay`.
+
+    They are embeddings, and parameters with less than two dimensions. It serves a loop of your own
+    as well.
+    """
+    embeddings = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+    }
+    return {
+        name
+        for name, value in model.named_parameters()
+        if value.dim() < 2 or id(value) in embeddings
+    }
+
+
+def in_groups(
+    settings: Optim, parameters: Mapping[str, torch.nn.Parameter], undecayed: Set[str]
+) -> list[Any]:
+    """Return the parameters, in two groups with `optim.groups=no_decay`.
+
+    A group may be empty, as on a stage of a pipeline. ConfigError: the optimizer has no weight
+    decay.
+    """
+    if settings.groups == "one":
+        return list(parameters.values())
+    if "weight_decay" not in arguments(settings):
+        cause = f"{settings.title} has no weight decay"
+        raise ConfigError.of("optim.groups", settings.groups, cause, "optim.groups=one")
+    decayed, others = split_names(parameters, undecayed)
+    return [
+        {"params": [parameters[name] for name in decayed]},
+        {"params": [parameters[name] for name in others], "weight_decay": 0.0},
     ]
+
+
+def split_names(names: Iterable[str], undecayed: Set[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters with weight decay, and of those without."""
+    every = list(names)
+    return [n for n in every if n not in undecayed], [n for n in every if n in undecayed]
+
+
+def continued(group: State, saved: State, settings: Set[str]) -> State:
+    """Return a group of the optimizer that continues a saved one.
+
+    Its settings are the current ones, so that a new weight decay applies. `settings`: the arguments
+    of the optimizer's class. What else is in a group, such as a count of steps, is state.
+    """
+    current = (settings | {"initial_lr"}) - {"params", "lr"}
+    return {**group, **saved, **{name: group[name] for name in group.keys() & current}}
+
+
+def optimizer(
+    settings: Optim, parameters: Iterable[Any], lr: float, fused: bool = False
+) -> torch.optim.Optimizer:
+    """Create the optimizer. `parameters`: tensors, or groups of them.
+
+    ConfigError: it does not have an argument of `optim.args`, or refuses its value; or as
+    `optimizer_class` says.
+    """
+    kind: Any = optimizer_class(settings)
+    signature = inspect.signature(kind).parameters
+    known = [name for name in signature if name not in ("self", "params", "lr")]
+    any_name = any(each.kind is each.VAR_KEYWORD for each in signature.values())
     for name in settings.args:
         if name == "lr":
             rate = settings.args["lr"]
             raise ConfigError.of(
                 "optim.args.lr", rate, "it has a separate setting", f"optim.lr={rate}"
             )
-        if name == "fused":
+        if name == "fused" and not settings._target_:
             given = str(settings.args["fused"]).lower()
             raise ConfigError.of(
                 "optim.args.fused", given, "it has a separate setting", f"optim.fused={given}"
             )
-        if name not in known:
+        if name not in known and not any_name:
             value, close = settings.args[name], nearest(name, known, "optim.args.")
             cause, guess = f"{kind.__name__} has no such argument", close and f"{close}={value}"
             raise ConfigError.of(f"optim.args.{name}", value, cause, guess=guess, known=known)
@@ -164,7 +251,10 @@ def rate_factor(settings: Optim, step: int, course: Course) -> float:
         return (step + 1) / settings.warmup
     begin = settings.warmup if course.warmed is None else course.warmed
     done = (step + course.ahead - begin) / max(1, course.steps - begin)
-    return SHAPES[settings.schedule](min(1.0, max(0.0, done)))
+    if settings.schedule == "wsd":  # Hu et al. 2024, arXiv:2404.06395
+        done = (done - (1 - settings.decay_ratio)) / settings.decay_ratio
+    factor = SHAPES[settings.schedule](min(1.0, max(0.0, done)))
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * factor
 
 
 def schedule(settings: Optim, optimizer: torch.optim.Optimizer, course: Course) -> LambdaLR:

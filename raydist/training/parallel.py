@@ -149,7 +149,7 @@ class ShardedComm(DDPComm):
         finally:
             root.set_requires_all_reduce(True)
 
-    def clip(self, model: torch.nn.Module, norm: float) -> None:
+    def clip(self, model: torch.nn.Module, norm: float) -> torch.Tensor:
         # One sum over all ranks: each adds its parts of the gradients, and divides a part that
         # several ranks hold by their number. torch's clip_grad_norm_ takes only DTensors of one
         # mesh; layers that tp divides have another mesh.
@@ -173,6 +173,7 @@ class ShardedComm(DDPComm):
             [part for parts in alike.values() for part in parts],
             (norm / (total + 1e-6)).clamp(max=1),
         )
+        return total
 
     def holders(self, name: str) -> int:
         """Return the number of ranks that have this parameter, or a part of it."""

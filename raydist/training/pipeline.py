@@ -6,7 +6,7 @@ The ranks of a stage share it as the ranks of a sharded model do (parallel.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +25,7 @@ from raydist.settings.mesh import check_microbatches, mesh_shape, microbatches
 from raydist.shared.errors import ConfigError
 from raydist.training import stages
 from raydist.training.meta import on_meta
+from raydist.training.optim import without_decay
 from raydist.training.parallel import ShardedComm
 from raydist.worker import context
 from raydist.worker.backends import ddp
@@ -135,12 +136,15 @@ class Names:
     first: dict[str, str]
     """The first name of a parameter in the whole model (a tied one has several), by its name in a
     stage."""
+    undecayed: Set[str]
+    """Those without weight decay, with `optim.groups=no_decay`."""
 
     @classmethod
     def of(cls, model: nn.Module, part: nn.Module) -> Names:
         by_id = {id(value): name for name, value in model.named_parameters()}
         trained = [name for name, value in model.named_parameters() if value.requires_grad]
-        return cls(trained, {name: by_id[id(value)] for name, value in part.named_parameters()})
+        first = {name: by_id[id(value)] for name, value in part.named_parameters()}
+        return cls(trained, first, without_decay(model))
 
 
 class Pipeline(nn.Module):

@@ -10,8 +10,10 @@ import torch
 
 from raydist.settings.config import Job
 from raydist.training import optim
+from raydist.training.blocks import find_blocks
 from raydist.training.evaluation import Metric, evaluate, same_buffers
 from raydist.training.meta import make_values, on_meta
+from raydist.training.recompute import recompute
 from raydist.worker import context
 from raydist.worker.backends import Comm
 
@@ -64,12 +66,29 @@ class RankModel:
         # module.
         if not model.training:
             model.train()
+        if job.train.recompute != "none":
+            blocks = find_blocks(self.module, job.parallel.blocks, "train.recompute=none")
+            recompute(blocks, job.train.recompute)
         self.wrapped = comm.wrap(self.module)
         self.pipeline = cast("Pipeline", self.wrapped) if comm.pipelined else None
         if self.pipeline is not None:
             self.module = self.pipeline.part
-        trained = [each for each in self.module.parameters() if each.requires_grad]
-        optimizer = optim.optimizer(job.optim, trained, rate, optim.fused(job, trained))
+        names = self.pipeline.names.first if self.pipeline is not None else {}
+        trained = {
+            names.get(name, name): each
+            for name, each in self.module.named_parameters()
+            if each.requires_grad
+        }
+        undecayed = (
+            optim.without_decay(self.module)
+            if self.pipeline is None
+            else self.pipeline.names.undecayed
+        )
+        groups = optim.in_groups(job.optim, trained, undecayed)
+        fused = optim.fused(job, [*trained.values()])
+        optimizer = optim.optimizer(job.optim, groups, rate, fused)
+        self.settings = optim.arguments(job.optim)
+        """The names of the optimizer's settings in a group; what else is in it is state."""
         self.optimizer = comm.wrap_optimizer(optimizer, self.module)
         self.evaluated = self.pipeline or self.module
         if job.train.compile and not comm.sharded:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,6 +21,17 @@ from raydist.worker.torch_private import scaler_state
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, target) -> the mean over the batch, a tensor of shape []."""
+
+
+class StepFigures(NamedTuple):
+    """What is known of an optimizer step, on all ranks."""
+
+    loss: torch.Tensor
+    """The mean over all samples of all ranks, detached, of shape []."""
+    norm: torch.Tensor | None
+    """The norm of the gradient before clipping, of shape []; None: it was not computed."""
+    finite: bool
+    """False: the loss or the gradient was not, and no weight was changed (`train.nan`)."""
 
 
 class Stepper:
@@ -39,6 +51,10 @@ class Stepper:
         self.schedule = schedule
         self.shares = shares or [1 / settings.accumulate] * settings.accumulate
         self.max_norm = settings.clip
+        self.nan = settings.nan
+        self.takes_norm = settings.clip is not None or settings.grad_norm or self.nan != "ignore"
+        self.batches: list[Any] = []
+        """This rank's batches of the current step, kept with `train.nan=end`."""
         self.gradients_checked = False
         scaled = settings.precision == "fp16" and not model.comm.sharded
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=scaled)
@@ -55,17 +71,24 @@ class Stepper:
         ranks, detached, of shape []. The ranks' losses travel during the last backward pass: a
         message after it would make each step longer.
         """
+        self.batches.clear()
         comm, (*first, last) = self.model.comm, self.shares
         total: torch.Tensor | int = 0
         with comm.accumulating(self.model.wrapped) if first else nullcontext():
             for share in first:
-                loss = self._forward(next_batch(batches), share)
+                loss = self._forward(self._next(batches), share)
                 total = total + loss.detach()
                 self._backward(loss)
-        loss = self._forward(next_batch(batches), last)
+        loss = self._forward(self._next(batches), last)
         mean = comm.start_mean(total + loss.detach())
         self._backward(loss)
         return mean
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        batch = next_batch(batches)
+        if self.nan == "end":
+            self.batches.append(batch)
+        return batch
 
     def _forward(self, batch: Any, share: float) -> torch.Tensor:
         """Return the loss of a batch x `share`. With a pipeline this includes the backward pass."""
@@ -82,21 +105,42 @@ class Stepper:
             context.phase("backward")
             self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def update(self) -> None:
-        """Update the parameters with the gradients of all ranks, and the learning rate."""
+    def update(self, mean_loss: Callable[[], torch.Tensor]) -> StepFigures:
+        """Update the parameters with the gradients of all ranks, and the learning rate.
+
+        `mean_loss`: what `forward_backward` returned.
+        """
         comm, optimizer = self.model.comm, self.model.optimizer
         comm.finish_gradients(optimizer)
-        if self.max_norm is not None:
+        norm = None
+        if self.takes_norm:
             self.scaler.unscale_(optimizer)
-            comm.clip(self.model.module, self.max_norm)
+            norm = comm.clip(self.model.module, self.max_norm or math.inf)
+        # The loss is waited for after the step, unless the step depends on it.
+        loss = mean_loss() if self.nan != "ignore" else None
+        finite = loss is None or self._finite(loss, norm)
+        if finite:
+            self._step()
+        optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        return StepFigures(mean_loss() if loss is None else loss, norm, finite)
+
+    def _finite(self, loss: torch.Tensor, norm: torch.Tensor | None) -> bool:
+        """Report whether the loss and the gradient are finite, on all ranks alike.
+
+        With fp16 gradients may overflow: the scaler skips those steps.
+        """
+        gradient = norm is None or self.scaler.is_enabled() or bool(norm.isfinite())
+        return gradient and bool(loss.isfinite())
+
+    def _step(self) -> None:
+        comm, optimizer = self.model.comm, self.model.optimizer
         if not self.gradients_checked:
             self.gradients_checked = True
             optim.check_gradients(optimizer)
         with comm.stepping(optimizer):
             self.scaler.step(optimizer)
         self.scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        self.schedule.step()
 
     def rehearse(self, batches: Iterator[Any]) -> None:
         """Run forward and backward without a step, before a state is loaded.
@@ -124,16 +168,12 @@ class Stepper:
         A new learning rate or weight decay applies from this step on.
         """
         optimizer = self.model.optimizer
-        settings = [
-            {k: v for k, v in group.items() if k not in ("params", "lr")}
-            for group in optimizer.param_groups
-        ]
         try:
             self.model.module.load_state_dict(state["model"])
             # with the current groups, because torch moves Adam's step onto the device if they are
             # fused
-            ours = zip(state["optimizer"]["param_groups"], settings, strict=True)
-            groups = [{**saved, **now} for saved, now in ours]
+            pairs = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
+            groups = [optim.continued(*pair, self.model.settings) for pair in pairs]
             optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         except (RuntimeError, ValueError, KeyError) as error:
             cause = f"this state does not fit the model and the optimizer: {error}"

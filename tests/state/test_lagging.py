@@ -372,7 +372,7 @@ def test_reports_come_in_order_each_when_its_device_has_the_loss(
     reporter, loss = fit.MetricReporter(torch.device("cpu")), torch.zeros(())
     for step in range(1, 6):
         device.launch(lambda step=step: loss.fill_(step))  # type: ignore[misc]
-        reporter.step(step, loss)
+        reporter.step(step, {"loss": loss})
         while step == 3 and device.advance():
             pass
     assert reports == [(1, 1.0), (2, 2.0), (3, 3.0)]

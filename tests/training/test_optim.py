@@ -108,6 +108,19 @@ def test_step_is_a_tenth_at_each_third() -> None:
     assert rates(schedule="step") == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 4)
 
 
+def test_wsd_is_constant_and_falls_at_the_end() -> None:
+    assert rates(schedule="wsd", decay_ratio=0.25) == pytest.approx([1.0] * 10 + [2 / 3, 1 / 3])
+    assert rates(schedule="wsd", warmup=2, decay_ratio=1.0) == rates(schedule="linear", warmup=2)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "wsd"])
+def test_the_rate_ends_at_its_floor(shape: str) -> None:
+    floored = rates(schedule=shape, min_lr_ratio=0.1)
+    assert floored == pytest.approx([0.1 + 0.9 * rate for rate in rates(schedule=shape)])
+    settings = Optim(schedule=shape, min_lr_ratio=0.1)
+    assert optim.rate_factor(settings, 12, optim.Course(12)) == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("shape", sorted(optim.SHAPES))
 def test_steps_past_the_end_have_a_rate_too(shape: str) -> None:
     # torch asks for the rate after the last step, and a resumed run may have been longer.

@@ -144,8 +144,7 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
         if kept is not None:
             stepper.load(kept.state, kept.path)
         for _ in range(steps):
-            stepper.forward_backward(iter([(given, given)]))
-            stepper.update()
+            stepper.update(stepper.forward_backward(iter([(given, given)])))
         return stepper
 
     def adam_steps(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -66,8 +66,11 @@ class Comm(Protocol):
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait until every gradient is the average over all ranks (before clipping)."""
 
-    def clip(self, model: torch.nn.Module, norm: float) -> None:
-        """Scale the gradients down so that the norm over the whole model is at most `norm`."""
+    def clip(self, model: torch.nn.Module, norm: float) -> torch.Tensor:
+        """Scale the gradients down so that the norm over the whole model is at most `norm`.
+
+        Return the norm that they had, of shape [].
+        """
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Enclose optimizer.step() after finish_gradients."""

@@ -69,8 +69,8 @@ class DDPComm:
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: DDP's backward pass has averaged the gradients."""
 
-    def clip(self, model: torch.nn.Module, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    def clip(self, model: torch.nn.Module, norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return nullcontext()

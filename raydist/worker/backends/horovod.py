@@ -97,8 +97,8 @@ class HorovodComm:
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.synchronize()  # type: ignore[attr-defined]
 
-    def clip(self, model: torch.nn.Module, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    def clip(self, model: torch.nn.Module, norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return optimizer.skip_synchronize()  # type: ignore[attr-defined, no-any-return]

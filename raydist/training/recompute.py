@@ -1,0 +1,75 @@
+"""Activations that are computed again in the backward pass: train.recompute. (rank side)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from raydist.shared.errors import ConfigError
+
+ATEN = torch.ops.aten
+KEPT = frozenset(
+    {
+        ATEN.mm.default,
+        ATEN.addmm.default,
+        ATEN.bmm.default,
+        ATEN.baddbmm.default,
+        ATEN.convolution.default,
+        ATEN._scaled_dot_product_flash_attention.default,
+        ATEN._scaled_dot_product_efficient_attention.default,
+        ATEN._scaled_dot_product_cudnn_attention.default,
+        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""The operations whose outputs `selective` keeps: products of matrices, convolutions, attention.
+They take most of the time of a forward pass."""
+
+
+def recompute(blocks: Sequence[nn.Module], how: str) -> None:
+    """Have the backward pass compute the activations of these blocks again.
+
+    Between the passes only the input of each block is kept, and with `selective` what products of
+    matrices and attention give. It changes `forward` of each block, so that all parameters keep
+    their names; it is called before a model is compiled, wrapped or sharded, and serves a loop of
+    your own as well. ConfigError: a block has batch norm.
+    """
+    for block in blocks:
+        normed = next(filter(_counts, block.modules()), None)
+        if normed is not None:
+            cause = (
+                f"{type(block).__name__} has a {type(normed).__name__}, whose running means would "
+                "count each batch twice"
+            )
+            raise ConfigError.of("train.recompute", how, cause, "train.recompute=none")
+        forward: Any = block.forward
+        if isinstance(forward, partial) and forward.func is checkpoint:
+            (forward,) = forward.args  # of another raydist.fit of the same job
+        more: dict[str, Any] = {} if how == "blocks" else {"context_fn": _selective}
+        again = partial(checkpoint, forward, use_reentrant=False, **more)
+        block.forward = again
+
+
+def _counts(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.track_running_stats
+        and module.training
+    )
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
