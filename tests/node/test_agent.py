@@ -54,7 +54,7 @@ from tests.node.test_fork_server import GATED
 from tests.waiting import wait_until
 
 Result = TypeVar("Result")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 MODULES = ("torch", "raydist.worker.backends.ddp", "cloudpickle")
 
 
