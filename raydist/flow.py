@@ -119,7 +119,7 @@ def run_job(
                         pages=last_page(folder),
                     )
                 )
-                attempt = attempt_job(trackers.with_ids(), call, events, connection, many)
+                attempt = attempt_job(trackers.for_ranks(), call, events, connection, many)
             except Exception as error:  # Ray's errors too: whatever happens, there is a result
                 attempt = Attempt(error=as_raydist_error(error))
             outcome: Result[Any] = result.make_result(folder, attempt, figures)

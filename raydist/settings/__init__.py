@@ -23,6 +23,8 @@ or raises a ConfigError that names the value and what to type instead. Starts no
                           suggest a name
     mesh.py               `parallel=` and a number of ranks -> stages, copies, shards, shares of
                           layers
+    notices.py            `notify.`: a ConfigError for a webhook or a kind of message that cannot be
+                          right
     overrides.py          Overrides as typed -> overrides in Hydra's grammar; meaningless ones are
                           refused
     priority.py           `queue.priority` as a number

@@ -52,7 +52,7 @@ def _schema() -> Container:
 def _make_writable(node: Any) -> None:
     # OmegaConf makes each frozen dataclass a read-only node, into which nothing could be merged.
     OmegaConf.set_readonly(node, None)
-    for key in node:
+    for key in node if OmegaConf.is_dict(node) else ():
         if OmegaConf.is_config(child := node._get_node(key)):
             _make_writable(child)
 

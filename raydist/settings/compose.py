@@ -316,7 +316,8 @@ class Loader(ConfigLoaderImpl):
     def complete(self, config: DictConfig, resolve: bool) -> None:
         """Fill in what follows from other settings.
 
-        These are the variables of env_file=, the job's file, and the run's name. `resolve`: find
+        These are the variables of env_file=, the webhook, the job's file, and the run's name.
+        `resolve`: find
         the file of the job or script. A sweep itself has none, because each of its runs may have
         another.
         """
@@ -324,6 +325,11 @@ class Loader(ConfigLoaderImpl):
             for name, value in env_file.read_env_file(str(config.env_file), os.environ).items():
                 if name not in config.env:  # a typed variable takes precedence
                     config.env[name] = references.refer_to(f"env.{name}", value)
+        webhook = config.env.get(env_names.NOTIFY_WEBHOOK) or os.environ.get(
+            env_names.NOTIFY_WEBHOOK
+        )
+        if webhook and not config.notify.webhook:
+            config.notify.webhook = references.refer_to("notify.webhook", webhook)
         hide_in_config(config)
         target = self.target or str(config.job.target)
         if config.script and self.target:
@@ -364,10 +370,10 @@ def check_name(name: str) -> str:
 
 def hide_in_config(config: DictConfig) -> None:
     """Replace the secrets that files of conf/ set by references."""
-    for key in (*OPEN, "args", "pip", "backend.mpi.args"):
+    for key in (*OPEN, "args", "pip", "backend.mpi.args", "notify"):
         value = OmegaConf.to_container(OmegaConf.select(config, key), resolve=False)
         if (hidden := references.hide(value, key)) != value:
-            OmegaConf.update(config, key, hidden, merge=False)
+            OmegaConf.update(config, key, hidden, merge=key == "notify")
 
 
 def to_job(config: DictConfig) -> Job:

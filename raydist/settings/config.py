@@ -22,6 +22,8 @@ TRACKERS = {
 
 The name is also that of the tracker's extra in pyproject.toml.
 """
+NOTICES = ("failed", "hung", "slow", "finished", "stopped")
+"""What `notify.events` accepts: the kinds of messages."""
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 """The optimizers for which torch has a fused implementation, on CPUs and GPUs."""
 
@@ -421,6 +423,23 @@ class Watch:
 
 
 @dataclass(frozen=True)
+class Notify:
+    """Messages that the run failed, hangs, has a slow rank, or has finished; each kind once."""
+
+    webhook: str = ""
+    """A URL that gets each message as a POST request. It is a secret: better set
+    RAYDIST_NOTIFY_WEBHOOK, in the environment or in env_file=, which no command line shows."""
+    form: str = one_of("auto", "slack", "json")
+    """What the webhook gets. slack: Slack's incoming webhooks, and those of services that imitate
+    them; json: one object with all fields; auto: slack for a URL of Slack's, else json."""
+    command: str = ""
+    """A shell command that gets each message: the JSON on its standard input, the parts in
+    variables: notify.command='mail -s "$RAYDIST_NOTIFY_TITLE" me'."""
+    events: list[str] = field(default_factory=lambda: ["failed", "hung", "slow", "finished"])
+    """The kinds of messages: failed, hung, slow, finished; stopped: by Ctrl-C or SIGTERM."""
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Many runs with different settings (`raydist sweep`)."""
 
@@ -491,6 +510,7 @@ class Job:
     track: list[str] = field(default_factory=list)
     """Experiment trackers that get what the run reports: tensorboard, mlflow, wandb, trackio;
     several as in track=[mlflow,tensorboard]."""
+    notify: Notify = field(default_factory=Notify)
     hang: Hang = field(default_factory=Hang)
     sweep: Sweep = field(default_factory=Sweep)
     init_method: str = one_of("env", "tcp", "file")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from raydist.settings.config import TRACKERS, Job
+from raydist.settings.secrets import masked
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.shared.home import expand_home
 from raydist.state import object_store
@@ -77,6 +80,7 @@ def check_files(job: Job) -> None:
     _check_storage(job.storage)
     _check_trackers(job)
     _check_resume(job)
+    _check_command(job.notify.command)
     if job.working_dir and not (folder := expand_home("working_dir", job.working_dir)).is_dir():
         raise missing_path("working_dir", job.working_dir, folder, "working_dir=.", folder=True)
     if job.working_dir and folder.resolve() == Path("/"):
@@ -116,6 +120,27 @@ def _check_trackers(job: Job) -> None:
                 name,
                 install,
             )
+
+
+def _check_command(command: str) -> None:
+    """Refuse a command that the shell cannot read, or whose program it does not find."""
+    if not command:
+        return
+
+    def wrong(cause: str) -> ConfigError:
+        example = "notify.command='mail -s \"$RAYDIST_NOTIFY_TITLE\" ADDRESS'"
+        return ConfigError.of("notify.command", masked(command), cause, example)
+
+    read = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True)
+    if read.returncode:
+        raise wrong(f"the shell cannot read it ({read.stderr.strip().rpartition(': ')[2]})")
+    program = re.match(r"[\w./+-]+(?=\s|$)", command)
+    if program is not None:
+        found = subprocess.run(
+            ["sh", "-c", 'command -v -- "$1"', "sh", program[0]], stdout=subprocess.DEVNULL
+        )
+        if found.returncode:
+            raise wrong(f"there is no program {program[0]} on this machine")
 
 
 def _check_resume(job: Job) -> None:

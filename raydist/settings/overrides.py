@@ -147,10 +147,10 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
         raise override.wrong("a setting cannot be removed", example(key))
     if sign == "+":
         raise override.wrong("the setting exists already", f"{key}={value}")
-    if key in ("args", "pip", "track"):
+    if key in ("args", "pip", "track", "notify.events"):
         return f"{key}={as_list(key, value)}"
-    if key in ("watch.output", "sweep.objective"):
-        return f"{key}={quote(_unquote(value))}"  # the value is a list, not the values of a sweep
+    if key in ("watch.output", "sweep.objective", "notify.webhook", "notify.command"):
+        return f"{key}={quote(_unquote(value))}"  # its commas do not separate values of a sweep
     return f"{sign}{key}={_quote_home(value)}"
 
 

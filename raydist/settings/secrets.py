@@ -36,6 +36,8 @@ IN_URL = re.compile(r"(://[^/\s:@]*:|https?://)([^/\s]+)(?=@)")
 
 Examples: postgres://me:word@host/db and git+https://token@github.com/x/y.
 """
+SLACK = re.compile(r"(https?://hooks\.slack(?:-gov)?\.com/)([^\s'\"]+)")
+"""Slack's webhooks: who has the path may write to the channel."""
 ASSIGNED = re.compile(
     r"""(?<![\w./-])(?:--([\w-]+)[\s=]\s*|([\w.-]+)(?:=|["']?\s*:\s+|["']\s*:)\s*["']?)(?=\S)"""
 )
@@ -111,7 +113,10 @@ def _replace_in_text(text: str, name: str, replace: Replace) -> str:
         if is_secret(own, rest.split()[0].strip("\"',;}])")):
             end, secret = found.end(), replace(f"{name}.{own}", rest)
             break
-    return IN_URL.sub(lambda url: url[1] + replace(name, url[2]), text[:end]) + secret
+    plain = text[:end]
+    for pattern in (IN_URL, SLACK):
+        plain = pattern.sub(lambda url: url[1] + replace(name, url[2]), plain)
+    return plain + secret
 
 
 def _is_number(text: str) -> bool:

@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-from raydist.settings import in_place, profiled
+from raydist.settings import in_place, notices, profiled
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
@@ -86,6 +86,7 @@ def validate(job: Job) -> Job:
     if job.backend.name == "horovod":
         _check_horovod(job.backend, job.init_method)
     in_place.check(job)
+    notices.check_notify(job.notify)
     priority_of(job.queue.priority)
     _check_size(job)
     _check_sweep(job.sweep)

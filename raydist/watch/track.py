@@ -1,8 +1,8 @@
-"""track=…: start a process per tracker, forward its messages, and wait for its end. (driver)
+"""track=…, notify.…: start a process per tracker or receiver, and wait for its end. (driver)
 
 Each tracker has its own process: one that hangs, raises an exception or has no network delays
 neither the run nor the others. It reads events.jsonl itself, so the driver does nothing for it
-while the run continues.
+while the run continues. So has each receiver of messages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from raydist.recovery import policy
-from raydist.settings.config import Job, as_saved
+from raydist.settings.config import Job, Notify, as_saved
 from raydist.settings.run_folder import run_folder
-from raydist.shared import kinds
+from raydist.shared import env_names, kinds
 from raydist.shared.events import Events
 from raydist.state.object_store import StoragePath, environment, parse_path, reason
 from raydist.state.run_checkpoints import finished, newest_of_run, run_and_earlier, training_of
-from raydist.watch.trackers import END_S, Ledger, Task
+from raydist.watch import notify, trackers
+from raydist.watch.trackers import Ledger, Task
 from raydist.watch.web.sweep import RECORD
 
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -39,13 +40,14 @@ READY_S = 30.0
 
 
 class Trackers(AbstractContextManager["Trackers"]):
-    """The processes of all trackers of a run."""
+    """The processes of all trackers of a run, and of all receivers of messages about it."""
 
     def __init__(self, job: Job, events: Events) -> None:
         self._job = job
         self._events = events
-        before = resumed_folder(job, events) if job.track else None
-        names = [*job.track, *(["kubeflow"] if KUBEFLOW in os.environ else [])]
+        told = receivers(job.notify)
+        before = resumed_folder(job, events) if job.track or told else None
+        names = [*job.track, *(["kubeflow"] if KUBEFLOW in os.environ else []), *told]
         self._all: list[TrackerProcess] = []
         for name in names:
             try:
@@ -55,43 +57,53 @@ class Trackers(AbstractContextManager["Trackers"]):
                     f"{name} cannot be started ({error}); the run continues without it",
                 )
 
-    def with_ids(self) -> Job:
-        """Return the job; a program gets the variables that make its own tracker join the run.
+    def for_ranks(self) -> Job:
+        """Return the job as its ranks get it: without the webhook, which they need not know.
 
-        What the person has set takes precedence.
+        A program gets the variables that make its own tracker join the run. What the person has set
+        takes precedence.
         """
-        if not self._job.script or not self._all:
-            return self._job
-        made = {name: value for each in self._all for name, value in each.variables().items()}
-        new = {name: value for name, value in made.items() if name not in os.environ}
-        return dataclasses.replace(self._job, env={**new, **self._job.env})
+        env = {**self._job.env}
+        env.pop(env_names.NOTIFY_WEBHOOK, None)
+        if self._job.script:
+            made = {name: value for each in self._all for name, value in each.variables().items()}
+            env = {name: made[name] for name in made if name not in os.environ} | env
+        return dataclasses.replace(self._job, env=env, notify=Notify())
 
     def __exit__(self, *_: object) -> None:
-        until = time.monotonic() + END_S
+        began = time.monotonic()
         for each in self._all:
             each.close()
-        patient = time.monotonic() + PATIENCE_S
-        late = [each.name for each in self._all if not each.ended(patient)]
+        late = [each for each in self._all if not each.ended(began + PATIENCE_S)]
         if late:
-            names = ", ".join(late)
+            names = ", ".join(each.title for each in late)
             text = (
                 f"{names}: the end of the run is still being sent; the command waits up to "
-                f"{END_S:g} s for it"
+                f"{max(each.wait_s for each in late):g} s for it"
             )
             self._events.add(kinds.Track(text=text))
-        for each in self._all:
-            each.wait(until)
+        for each in sorted(self._all, key=lambda each: each.wait_s):
+            each.wait(began + each.wait_s)
+
+
+def receivers(settings: Notify) -> list[str]:
+    """Return the receivers of messages that are set: webhook, command."""
+    return [name for name in ("webhook", "command") if getattr(settings, name)]
 
 
 class TrackerProcess:
-    """The process of one tracker."""
+    """The process of one tracker, or of one receiver of messages."""
 
     def __init__(self, name: str, job: Job, events: Events, before: Path | None) -> None:
         """Start the process.
 
         `before`: the folder of the run that this one resumes.
         """
+        told = name in receivers(job.notify)
         self.name = name
+        self.title = f"notify.{name}" if told else name
+        self.wait_s = notify.WAIT_S if told else trackers.END_S
+        """The longest wait for the process at the end of the run."""
         self._events = events
         self._variables: dict[str, str] = {}
         self._ready = threading.Event()
@@ -114,6 +126,7 @@ class TrackerProcess:
             begin=events.path.stat().st_size,
             sweep=Path(job.sweep.dir).name if job.sweep.dir else "",
             differs=settings_of_trial(folder),
+            notify=wanted(job) if told else {},
         )
         self._process = start(task, job)
         self._reader = threading.Thread(target=self._read, name=f"raydist-{name}", daemon=True)
@@ -142,8 +155,10 @@ class TrackerProcess:
         return self._variables
 
     def close(self) -> None:
-        """Signal that the run is over by closing the process's input."""
+        """Signal that the run is over: by a line, and by closing the process's input."""
         assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write("\n")
         with suppress(OSError):
             self._process.stdin.close()
 
@@ -155,17 +170,23 @@ class TrackerProcess:
         return False
 
     def wait(self, until: float) -> None:
-        """Wait for the process to end until this time of the monotonic clock; then kill it."""
-        why = ""
+        """Wait for the process to end until this time of the monotonic clock; then kill it.
+
+        A receiver of messages goes on for up to a minute: a message is not cut off.
+        """
+        log, why = Path("logs", f"track-{self.name}.log"), ""
         try:
             if code := self._process.wait(max(0.0, until - time.monotonic())):
                 why = f"its process ended with {code}"
             self._reader.join(1.0)
         except subprocess.TimeoutExpired:
-            why = f"it did not finish in {END_S:g} s"
+            if self.title != self.name:
+                text = f"{self.title}: the last message is still being sent; {log} has the outcome"
+                self._events.warn(text)
+                return
+            why = f"it did not finish in {self.wait_s:g} s"
         if why and not self._warned:
-            log = Path("logs", f"track-{self.name}.log")
-            self._events.warn(f"{self.name} lacks part of the run: {why} ({log})")
+            self._events.warn(f"{self.title} lacks part of the run: {why} ({log})")
         with suppress(ProcessLookupError):  # what its library has started ends too
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -181,7 +202,11 @@ def start(task: Task, job: Job) -> subprocess.Popen[str]:
     env = {**os.environ, **job.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "raydist.watch.trackers.child"],
+            [
+                sys.executable,
+                "-m",
+                f"raydist.watch.{'notify' if task.notify else 'trackers'}.child",
+            ],
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -193,6 +218,12 @@ def start(task: Task, job: Job) -> subprocess.Popen[str]:
     process.stdin.write(json.dumps(dataclasses.asdict(task), default=str) + "\n")
     process.stdin.flush()
     return process
+
+
+def wanted(job: Job) -> dict[str, object]:
+    """Return the settings `notify.`; of a trial without `finished`, since a sweep has many."""
+    kept = [each for each in job.notify.events if each != "finished" or not job.sweep.dir]
+    return {**dataclasses.asdict(job.notify), "events": kept}
 
 
 def settings_of_trial(folder: Path) -> Mapping[str, str]:

@@ -451,6 +451,37 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "s3://…",
         "storage=s3://bucket/x",
     ),
+    "no URL": (
+        ["notify.webhook=example.org/x"],
+        "notify.webhook",
+        "***",
+        "notify.webhook=https://HOST/PATH",
+    ),
+    "unknown form": (["notify.form=slak"], "notify.form", "slak", "notify.form=slack"),
+    "unknown message": (
+        ["notify.events=[fialed]"],
+        "notify.events",
+        "fialed",
+        "notify.events=failed",
+    ),
+    "messages that are no list": (
+        ["notify.events=failed,hung"],
+        "notify.events",
+        "failed,hung",
+        "notify.events=[failed,hung]",
+    ),
+    "half a command": (
+        ["notify.command=echo 'x"],
+        "notify.command",
+        "echo 'x",
+        "notify.command='mail -s \"$RAYDIST_NOTIFY_TITLE\" ADDRESS'",
+    ),
+    "no program": (
+        ["notify.command=mial -s x me"],
+        "notify.command",
+        "mial -s x me",
+        "notify.command='mail -s \"$RAYDIST_NOTIFY_TITLE\" ADDRESS'",
+    ),
     "unknown setting in a part": (["train={foo: 3}"], "train.foo", None, "train.tf32"),
     "a range without --multirun": (
         ["train.epochs=range(1,3)"],

@@ -29,7 +29,8 @@ NAMES = (
 )  # fmt: skip
 NO_NAMES = (
     "NCCL_DEBUG", "DISASTER", "LR", "tokenizer", "TOKENIZERS_PARALLELISM", "author", "passes", "keyword", "compass",
-    "monkey", "num_keys", "key_dim", "pad_token", "AWS_WEB_IDENTITY_TOKEN_FILE", "RAY_AUTH_MODE", *SETTINGS,
+    "monkey", "num_keys", "key_dim", "pad_token", "AWS_WEB_IDENTITY_TOKEN_FILE", "RAY_AUTH_MODE",
+    *(name for name in SETTINGS if name != "notify.webhook"),
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def test_a_switch_and_a_size_are_no_secrets_whatever_the_name() -> None:
         ("redis://:hu@sh@cache:6379", "redis://:***@cache:6379"),
         ("git+https://hush@github.com/x/y", "git+https://***@github.com/x/y"),
         ("https://store/x?se=1&sig=hush", "https://store/x?se=1&sig=***"),
+        ("curl https://hooks.slack.com/services/T/B/hush -d x", "curl https://hooks.slack.com/*** -d x"),
         ("wandb.api_key=hush", "wandb.api_key=***"),
         ("--token=hush", "--token=***"),
         ("train.py --lr 1 --token hush", "train.py --lr 1 --token ***"),

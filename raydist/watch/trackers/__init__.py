@@ -30,7 +30,7 @@ class Task:
     """What the process receives on its first line of input."""
 
     name: str
-    """One of config.TRACKERS."""
+    """One of config.TRACKERS; webhook or command, for messages."""
     folder: str
     """The run folder."""
     project: str
@@ -57,6 +57,8 @@ class Task:
     """
     differs: Mapping[str, str] = field(default_factory=dict)
     """For a trial, the settings that differ from those of the other trials."""
+    notify: Mapping[str, Any] = field(default_factory=dict)
+    """The settings `notify.`, with their secrets; empty for a tracker."""
 
     @property
     def run(self) -> str:
@@ -71,7 +73,7 @@ class Task:
 
 @dataclass
 class Ledger:
-    """What one tracker has received: track/NAME.json in the run folder.
+    """What one tracker or receiver of messages has: track/NAME.json in the run folder.
 
     A run that resumes this one continues there.
     """
@@ -81,6 +83,8 @@ class Ledger:
     """The tracker's own name of the run; empty if it has none yet."""
     newest_step: int = -1
     """The newest step that the tracker has."""
+    told: list[str] = field(default_factory=list)
+    """The kinds of messages that were sent."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Ledger:

@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from raydist.reporting.points import Points, node_numbers
 from raydist.reporting.progress import Progress
@@ -56,13 +55,15 @@ class Life(threading.Thread):
     input open, so the driver's process id counts too.
     """
 
-    def __init__(self, name: str, say: Say) -> None:
+    def __init__(self, name: str, say: Say, end_s: float) -> None:
+        """Remember the driver. `end_s`: the longest time of this process after the run's end."""
         super().__init__(daemon=True)
         self.over = threading.Event()
         self.called = 0.0
         """When the pending call began, on the monotonic clock; 0 if there is none."""
         self._name = name
         self._say = say
+        self._end_s = end_s
         self._driver = os.getppid()
 
     def run(self) -> None:
@@ -75,8 +76,15 @@ class Life(threading.Thread):
                     "without it"
                 )
         self.over.set()
-        time.sleep(END_S + LOOK_S)  # the driver, if it is alive, ends this process earlier
+        time.sleep(self._end_s + LOOK_S)  # the driver, if it is alive, ends this process earlier
         os.killpg(0, signal.SIGKILL)
+
+    def released(self) -> bool:
+        """Report, once the run is over, whether the driver has said so: a dead one has not.
+
+        That it is no longer our parent says less: it stays that for a moment after its death.
+        """
+        return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1) != b""
 
 
 class Rows:
@@ -264,13 +272,24 @@ def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
             yield [event for event in parsed if event is not None]
 
 
-def main() -> None:
-    """Track one run."""
+class Follows(Protocol):
+    """What follows the events of one run."""
+
+    def run(self) -> None:
+        """Follow the events until the run is over."""
+
+
+def follow_run(kind: Callable[[Task, Say, Life], Follows], end_s: float) -> None:
+    """Follow one run in this process, which ends with it.
+
+    `end_s`: the longest time after the run's end.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # SIGTERM may be sent to a whole job: the run's own end comes first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(10)
-    task = Task(**json.loads(sys.stdin.readline()))
+    with open(0, "rb", buffering=0, closefd=False) as file:  # a buffer would take what follows
+        task = Task(**json.loads(file.readline()))
     said = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -278,11 +297,11 @@ def main() -> None:
         with suppress(OSError):  # the driver is gone
             print(json.dumps(facts), file=said)
 
-    life = Life(task.name, say)
+    life = Life(task.name, say, end_s)
     life.start()
     code = 1
     try:
-        Follower(task, say, life).run()
+        kind(task, say, life).run()
         code = 0
     except Exception:
         traceback.print_exc()
@@ -291,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    follow_run(Follower, END_S)

@@ -1,0 +1,93 @@
+"""The main loop: follows events.jsonl and sends each kind of message once. (driver)
+
+python -m raydist.watch.notify.child    reads a Task as a line of JSON; ends with the run
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from raydist.settings.config import Notify
+from raydist.shared import kinds
+from raydist.shared.kinds import Event
+from raydist.watch.notify import END_S
+from raydist.watch.notify.delivery import receiver
+from raydist.watch.notify.message import About, Messages, RunMessage
+from raydist.watch.trackers import Ledger, Task
+from raydist.watch.trackers.child import LOOK_S, Life, Say, follow_run, read_on
+
+DELIVER_S = END_S / 2
+"""Longest time for one message. Another one may be on its way when the run ends."""
+
+
+class Notifier:
+    """One receiver of the messages of one run."""
+
+    def __init__(self, task: Task, say: Say, life: Life) -> None:
+        self._task = task
+        self._say = say
+        self._life = life
+        self._folder = Path(task.folder)
+        self._ledger = Ledger.read(self._folder, task.name)
+        notify = Notify(**task.notify)
+        self._events = notify.events
+        self._deliver = receiver(task.name, notify)
+        self._messages = Messages(
+            About(f"{task.project}/{task.run}", socket.gethostname(), task.folder)
+        )
+
+    def run(self) -> None:
+        """Follow the events until the run has its result, or the driver is gone."""
+        lines = read_on(self._folder / "events.jsonl", self._task.begin)
+        over = ended = False
+        while not over and not ended:
+            over = self._life.over.is_set()
+            for happened in next(lines):
+                ended = ended or isinstance(happened, kinds.Result)
+                self._take(happened)
+            if not over and not ended:
+                self._life.over.wait(LOOK_S)
+        if ended:
+            return
+        if self._life.released():  # the disk is full
+            self._warn("no message about the end of the run: events.jsonl lacks it")
+        else:
+            self._tell(self._messages.died(time.time()))
+
+    def _take(self, happened: Event) -> None:
+        """Process one event; one that cannot be read is left out, with a warning."""
+        try:
+            message = self._messages.add(happened)
+        except Exception as error:
+            traceback.print_exc()
+            self._warn(f"an event `{happened.kind}` is left out: {type(error).__name__}: {error}")
+            return
+        if message is not None:
+            self._tell(message)
+
+    def _tell(self, message: RunMessage) -> None:
+        """Deliver a message, unless the person does not want it or has one of its kind."""
+        if message.event not in self._events or message.event in self._ledger.told:
+            return
+        # First, so that nothing is told twice if this process is killed in between.
+        self._ledger.told.append(message.event)
+        self._ledger.write(self._folder, self._task.name)
+        try:
+            why = self._deliver(message, time.monotonic() + DELIVER_S)
+        except Exception as error:
+            traceback.print_exc()
+            why = type(error).__name__
+        if why:
+            self._warn(f"the message `{message.event}` was not delivered: {why}")
+
+    def _warn(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)  # the log: the driver may be gone
+        self._say(warning=f"notify.{self._task.name}: {text}")
+
+
+if __name__ == "__main__":
+    follow_run(Notifier, END_S)

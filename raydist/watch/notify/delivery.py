@@ -1,0 +1,97 @@
+"""Send one message to a webhook or a command, within half a minute. (driver)
+
+No message arrives twice: it is sent again only where the receiver surely does not have it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any
+
+from raydist.settings.config import Notify
+from raydist.settings.notices import form_of
+from raydist.watch.notify.message import RunMessage
+
+ANSWER_S = 8.0
+"""Longest wait for a connection to a webhook, and for its answer."""
+PAUSE_S = 1.0
+"""Seconds until a webhook is tried again."""
+TRIES = 3
+AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
+"""The answers after which a message is sent again: nobody has read it."""
+
+Deliver = Callable[[RunMessage, float], str]
+"""(message, time of the monotonic clock until which it may take) -> why it was not delivered."""
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Treat a redirection as a failure: what follows it would be a GET without the message."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def receiver(name: str, notify: Notify) -> Deliver:
+    """Return how a message is delivered. `name`: webhook or command."""
+    if name == "command":
+        return lambda message, until: run_receiver(notify.command, message, until)
+    slack = form_of(notify) == "slack"
+    return lambda message, until: post(
+        notify.webhook, message.as_slack() if slack else message.as_json(), until
+    )
+
+
+def post(url: str, body: str, until: float) -> str:
+    """Send a body to a webhook; return why it was not delivered, without the URL.
+
+    `until`: the time of the monotonic clock from which it is not tried again.
+    """
+    request = urllib.request.Request(
+        url, body.encode(), {"Content-Type": "application/json", "User-Agent": "raydist"}
+    )
+    opener = urllib.request.build_opener(NoRedirect)
+    for number in range(1, TRIES + 1):
+        wait = min(ANSWER_S, until - time.monotonic())
+        try:
+            opener.open(request, timeout=max(0.1, wait)).close()
+            return ""
+        except urllib.error.HTTPError as error:
+            error.close()
+            why, again = f"it answered {error.code} {error.reason}", error.code in AGAIN
+        except urllib.error.URLError as error:  # there was no connection, so it got nothing
+            why, again = str(error.reason), True
+        except TimeoutError:
+            why, again = f"no answer in {wait:.0f} s, so it may have got it", False
+        except (OSError, HTTPException, ValueError) as error:
+            why, again = f"{type(error).__name__}, so it may have got it", False
+        if not again or number == TRIES or time.monotonic() + PAUSE_S >= until:
+            break
+        time.sleep(PAUSE_S)
+    return why.replace(url, "***")
+
+
+def run_receiver(command: str, message: RunMessage, until: float) -> str:
+    """Run a command with a message once; return why that failed.
+
+    `until`: the time of the monotonic clock at which it is killed.
+    """
+    env = {**os.environ, **message.variables()}
+    process = subprocess.Popen(
+        ["sh", "-c", command], env=env, stdin=subprocess.PIPE, start_new_session=True
+    )
+    wait = max(0.1, until - time.monotonic())
+    try:
+        process.communicate(f"{message.as_json()}\n".encode(), wait)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"it did not end in {wait:.0f} s"
+    return f"it ended with {process.returncode}" if process.returncode else ""

@@ -1,0 +1,170 @@
+"""Events of a run -> its messages, and their forms. (pure)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from raydist.reporting.advice import advice_for
+from raydist.reporting.page import end_of
+from raydist.reporting.progress import duration
+from raydist.reporting.result import Figures
+from raydist.reporting.wording import flat, signal_name
+from raydist.shared import env_names, kinds
+from raydist.shared.kinds import Event
+
+LONGEST = 300
+"""Maximum characters of a cause; the failure page has all of it."""
+VERBS = {
+    "failed": "failed",
+    "hung": "hangs",
+    "slow": "has a slow rank",
+    "finished": "has finished",
+    "stopped": "was stopped",
+}
+"""The end of a message's title, by its event."""
+DIED = (
+    "the driver ended without a result: it was killed, ran out of memory, or was interrupted twice"
+)
+
+
+@dataclass(frozen=True)
+class RunMessage:
+    """One message about a run; its fields are those of the JSON."""
+
+    event: str
+    """failed, hung, slow, finished, stopped."""
+    run: str
+    """NAME/FOLDER."""
+    cause: str
+    """What happened first, on one line; empty if all went well."""
+    todo: str
+    """What to do now, on one line; empty if nothing."""
+    host: str
+    """The driver's machine."""
+    dir: str
+    """The run folder there."""
+    page: str
+    """The page of the failure in that folder; empty if there is none."""
+    t: float
+    """When it happened, in seconds since the epoch."""
+    duration_s: float
+    """Seconds since the run began."""
+    goodput: float
+    """Time in training steps that counted, as a fraction of that."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.run} {VERBS[self.event]} after {duration(self.duration_s)}"
+
+    @property
+    def lines(self) -> list[str]:
+        """All but the title, for a person."""
+        rows = {
+            "cause": self.cause,
+            "what to do": self.todo,
+            "page": self.page,
+            "folder": f"{self.dir} on {self.host}",
+            "goodput": f"{self.goodput:.0%}",
+        }
+        return [f"{name}: {value}" for name, value in rows.items() if value]
+
+    def as_json(self) -> str:
+        """Return all fields, with the title and the whole text."""
+        text = "\n".join([self.title, *self.lines])
+        return json.dumps({**asdict(self), "title": self.title, "text": text})
+
+    def as_slack(self) -> str:
+        """Return the message in the form of Slack's incoming webhooks."""
+        body = "\n".join([f"*{escaped(self.title)}*", *map(escaped, self.lines)])
+        return json.dumps({"text": body})
+
+    def variables(self) -> Mapping[str, str]:
+        """Return the variables for a command."""
+        parts = {
+            "EVENT": self.event,
+            "RUN": self.run,
+            "TITLE": self.title,
+            "CAUSE": self.cause,
+            "TEXT": "\n".join(self.lines),
+            "DIR": self.dir,
+        }
+        return {f"{env_names.NOTIFY}{name}": value for name, value in parts.items()}
+
+
+def escaped(text: str) -> str:
+    """Escape the three characters that control Slack's texts."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+@dataclass(frozen=True)
+class About:
+    """The run that messages are about."""
+
+    run: str
+    host: str
+    dir: str
+
+
+class Messages:
+    """The messages that follow from the events of a run, in the order of the events."""
+
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._figures = Figures()
+
+    def add(self, happened: Event) -> RunMessage | None:
+        """Process one event; return the message that follows from it, if any."""
+        self._figures.add(happened)
+        watched = self._about.dir
+        match happened:
+            case kinds.Hang():
+                todo = f"raydist stacks {watched} shows where each rank is"
+                return self._message("hung", happened.t, happened.text, todo)
+            case kinds.Slow():
+                todo = f"raydist ranks {watched} compares the ranks"
+                return self._message("slow", happened.t, happened.text, todo)
+            case kinds.Result(status="stopped"):
+                cause = f"stopped by {signal_name(happened.signal)}"
+                return self._message("stopped", happened.t, cause, self._resume())
+            case kinds.Result(status="failed"):
+                return self._failed(happened)
+            case kinds.Result():
+                return self._message("finished", happened.t, "", "")
+        return None
+
+    def died(self, now: float) -> RunMessage:
+        """Return the message about the driver's death. `now`: in seconds since the epoch."""
+        self._figures.ended = now
+        todo = "find out what ended it: dmesg, the batch system, a closed session"
+        return self._message("failed", now, DIED, f"{todo}; {self._resume()}")
+
+    def _failed(self, result: kinds.Result) -> RunMessage:
+        """Return the message about a run that failed; it has a page if a rank failed."""
+        cause = (result.failure or result.error).partition("\n")[0]
+        if not result.cause:
+            return self._message("failed", result.t, cause, "")
+        failures = self._figures.failures.found
+        advice = [advice_for(end_of(result.cause)), self._resume() if result.checkpoint else ""]
+        page = f"{self._about.dir}/{failures[-1].page}" if failures else ""
+        return self._message("failed", result.t, cause, "; ".join(filter(None, advice)), page)
+
+    def _resume(self) -> str:
+        return f"to continue: the same command with resume={self._about.dir}"
+
+    def _message(self, event: str, t: float, cause: str, todo: str, page: str = "") -> RunMessage:
+        one_line = flat(cause)
+        short = one_line if len(one_line) <= LONGEST else f"{one_line[: LONGEST - 3]}..."
+        return RunMessage(
+            event=event,
+            run=self._about.run,
+            cause=short,
+            todo=todo,
+            host=self._about.host,
+            dir=self._about.dir,
+            page=page,
+            t=t,
+            duration_s=round(self._figures.wall_s, 3),
+            goodput=round(self._figures.goodput, 4),
+        )
