@@ -1,9 +1,5 @@
-"""Schemas of KubeRay's resources: the fields of their specs and the types of these.
-
-They are written by hand from the types in ray-operator/apis/ray/v1 of KubeRay 1.6, with every field
-of the types that deploy/ uses. Other fields are refused, so that a misspelt field is found; `{}` is
-a field that deploy/ does not use. Pods are checked against the schema of Kubernetes.
-"""
+"""Builds the folders of deploy/kubernetes, and checks what they contain: operators' resources against
+the schemas of tests/operators.py, all others and each pod against those of Kubernetes."""
 
 from __future__ import annotations
 
@@ -16,71 +12,26 @@ import kubernetes_validate
 import yaml
 from jsonschema import Draft202012Validator
 
+from tests.operators import KINDS
+
 KUBERNETES = "1.31"
-TEXT, FLAG, COUNT = {"type": "string"}, {"type": "boolean"}, {"type": "integer", "minimum": 0}
-POD = {"type": "object", "required": ["spec"]}
-PARAMS = {"type": "object", "additionalProperties": TEXT}
-
-
-def record(required: str, **fields: Any) -> dict[str, Any]:
-    """Return the schema of an object with these fields and no others."""
-    return {
-        "type": "object",
-        "properties": fields,
-        "required": required.split(),
-        "additionalProperties": False,
-    }
-
-
-GROUP = {"rayStartParams": PARAMS, "template": POD, "labels": PARAMS, "resources": PARAMS}
-CLUSTER = record(
-    "headGroupSpec",
-    rayVersion=TEXT,
-    authOptions=record("", mode={"enum": ["disabled", "token"]}, secretName=TEXT, enableK8sTokenAuth=FLAG),
-    enableInTreeAutoscaling=FLAG,
-    autoscalerOptions=record(
-        "",
-        idleTimeoutSeconds=COUNT, upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
-        version={"enum": ["v1", "v2"]}, image=TEXT, imagePullPolicy=TEXT, resources={}, securityContext={}, env={},
-        envFrom={}, volumeMounts={}, command={}, args={},
-    ),
-    headGroupSpec=record("template", serviceType=TEXT, headService={}, enableIngress=FLAG, ingressOptions={}, **GROUP),
-    workerGroupSpecs={
-        "type": "array",
-        "items": record(
-            "groupName template minReplicas maxReplicas",
-            groupName=TEXT, replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, numOfHosts=COUNT,
-            idleTimeoutSeconds=COUNT, priority=COUNT, suspend=FLAG, scaleStrategy={}, **GROUP,
-        ),
-    },
-    suspend=FLAG, managedBy=TEXT, headServiceAnnotations=PARAMS, upgradeStrategy={}, gcsFaultToleranceOptions={},
-    historyServerOptions={}, networkPolicy={}, tlsOptions={},
-)  # fmt: skip
-JOB = record(
-    "",
-    entrypoint=TEXT, runtimeEnvYAML=TEXT, rayClusterSpec=CLUSTER, shutdownAfterJobFinishes=FLAG,
-    ttlSecondsAfterFinished=COUNT, activeDeadlineSeconds=COUNT, backoffLimit=COUNT, suspend=FLAG,
-    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
-    jobId=TEXT, metadata=PARAMS, managedBy=TEXT, clusterSelector=PARAMS, entrypointResources=TEXT,
-    entrypointNumCpus={"type": "number"}, entrypointNumGpus={"type": "number"}, submitterPodTemplate={},
-    submitterConfig=record("", backoffLimit=COUNT), deletionStrategy={},
-)  # fmt: skip
-KINDS = {"RayCluster": CLUSTER, "RayJob": JOB}
 
 
 def check(resource: dict[str, Any]) -> None:
-    """Raise if KubeRay or Kubernetes would refuse it."""
+    """Raise if its operator or Kubernetes would refuse it."""
     if (
         resource["kind"] == "NetworkAttachmentDefinition"
     ):  # neither of Ray nor of Kubernetes; it contains JSON for CNI
         assert set(resource["spec"]) == {"config"}
         assert {"cniVersion", "type"} <= set(json.loads(resource["spec"]["config"]))
         return
-    if resource["kind"] not in KINDS:
+    schema = KINDS.get((resource["apiVersion"], resource["kind"]))
+    if schema is None:
         kubernetes_validate.validate(resource, KUBERNETES, strict=True)
         return
-    assert resource["apiVersion"] == "ray.io/v1"
-    Draft202012Validator(KINDS[resource["kind"]]).validate(resource["spec"])
+    Draft202012Validator(schema).validate(resource.get("spec", {}))
+    if not resource["apiVersion"].startswith("ray.io/"):
+        return
     for spec in pods(resource):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
@@ -118,9 +69,11 @@ def _add(folder: Path, resources: list[dict[str, Any]]) -> None:
         "components",
         "patches",
         "images",
+        "configMapGenerator",
     }, settings
     for name in settings.get("resources", ()):
         resources += _load((folder / name).resolve())
+    resources += [_config_map(folder, **each) for each in settings.get("configMapGenerator", ())]
     for name in settings.get("components", ()):
         part = (folder / name).resolve()
         assert yaml.safe_load((part / "kustomization.yaml").read_text())["kind"] == "Component", (
@@ -139,6 +92,18 @@ def _load(path: Path) -> Iterator[dict[str, Any]]:
         yield from build(path)
     else:
         yield from yaml.safe_load_all(path.read_text())
+
+
+def _config_map(
+    folder: Path, name: str, files: list[str], options: dict[str, Any]
+) -> dict[str, Any]:
+    assert options.pop("disableNameSuffixHash"), "a name that does not change with the contents"
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, **options},
+        "data": {file: (folder / file).read_text() for file in files},
+    }
 
 
 def apply(document: Any, op: str, path: str, value: Any = None) -> None:

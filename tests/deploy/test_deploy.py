@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import compose_spec
 import pytest
@@ -25,7 +27,14 @@ BIN = Path(sys.executable).parent
 KUSTOMIZE = sorted((DEPLOY / "kubernetes").glob("overlays/*")) + [
     DEPLOY / "kubernetes" / n for n in ("cluster", "job")
 ]
+ONCE = [DEPLOY / "kubernetes" / name for name in ("monitoring", "queue", "storage")]
+"""What is applied once in a namespace, and stays when trainings are deleted."""
 PARTS = sorted((DEPLOY / "kubernetes" / "parts").iterdir())
+
+
+requires_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="no kubectl: apt install kubernetes-client"
+)
 
 
 def tool(name: str, *words: str, text: str | None = None) -> str:
@@ -36,10 +45,129 @@ def tool(name: str, *words: str, text: str | None = None) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", KUSTOMIZE + ONCE, ids=lambda folder: folder.name)
 def test_kubernetes_would_take_them(folder: Path) -> None:
     for resource in kuberay.build(folder):
         kuberay.check(resource)
+
+
+def rendered(folder: Path) -> list[dict[str, Any]]:
+    """Return what kubectl itself builds of a folder."""
+    command = ["kubectl", "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def by_name(resources: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in resources}
+
+
+@requires_kubectl
+@pytest.mark.parametrize("folder", KUSTOMIZE + ONCE, ids=lambda folder: folder.name)
+def test_kubectl_builds_the_same(folder: Path) -> None:
+    """So that what the other tests look at is what `kubectl apply -k` sends."""
+    assert by_name(rendered(folder)) == by_name(kuberay.build(folder))
+
+
+@requires_kubectl
+def test_kubectl_builds_the_same_of_all_parts_together(tmp_path: Path) -> None:
+    """Those that fit together: no part takes back what another one adds."""
+    parts = [part for part in PARTS if part.name not in ("no-gpu", "autoscale", "rdma")]
+    for base in ("cluster", "job"):
+        folder = tmp_path / base
+        write_combination(folder, base, parts)
+        resources = rendered(folder)
+        assert by_name(resources) == by_name(kuberay.build(folder))
+        (resource,) = [each for each in resources if each["apiVersion"] == "ray.io/v1"]
+        kuberay.check(resource)
+        labels = {*resource["metadata"]["labels"]}
+        assert {name.partition("/")[0] for name in labels} == {
+            "app.kubernetes.io", "kueue.x-k8s.io", "ray.io", "volcano.sh", "yunikorn.apache.org"}  # fmt: skip
+
+
+def write_combination(folder: Path, base: str, parts: list[Path]) -> None:
+    """Write a kustomization like that of docs/kubernetes.md; kubectl wants relative paths."""
+    folder.mkdir(exist_ok=True)
+    kubernetes = DEPLOY / "kubernetes"
+    settings = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(kubernetes / base, folder.resolve())],
+        "components": [os.path.relpath(part, folder.resolve()) for part in parts],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(settings))
+
+
+QUANTITIES = {"m": 1e-3, "": 1, "Gi": 2**30}
+
+
+def amount(quantity: str | int) -> float:
+    """Return a quantity of Kubernetes, such as 500m, 4, 16Gi, as a number."""
+    number, unit = re.fullmatch(r"([0-9.]+)(\D*)", str(quantity)).groups()  # type: ignore[union-attr]
+    return float(number) * QUANTITIES[unit]
+
+
+def requests_of(job: dict[str, Any]) -> dict[str, float]:
+    """Return what all pods of a RayJob request together: what Kueue compares with a quota."""
+    head, *workers = kuberay.groups(job)
+    pods = [
+        (1, head["template"]),
+        (1, job["spec"]["submitterPodTemplate"]),
+        *((group["replicas"], group["template"]) for group in workers),
+    ]
+    total: dict[str, float] = {}
+    for count, template in pods:
+        for container in template["spec"]["containers"]:
+            resources = container["resources"]
+            # a request that is not there is the limit
+            for name, quantity in {**resources["limits"], **resources.get("requests", {})}.items():
+                total[name] = total.get(name, 0) + count * amount(quantity)
+    return total
+
+
+def test_two_trainings_have_room_in_the_queue_and_a_third_one_waits(tmp_path: Path) -> None:
+    """Kueue never admits a pod that requests a resource which the queue does not have."""
+    flavor, queue, local = kuberay.build(DEPLOY / "kubernetes" / "queue")
+    (group,) = queue["spec"]["resourceGroups"]
+    (quotas,) = group["flavors"]
+    assert quotas["name"] == flavor["metadata"]["name"]
+    assert [each["name"] for each in quotas["resources"]] == group["coveredResources"]
+    assert local["spec"]["clusterQueue"] == queue["metadata"]["name"]
+    quota = {each["name"]: amount(each["nominalQuota"]) for each in quotas["resources"]}
+    parts = [DEPLOY / "kubernetes" / "parts" / name for name in ("kueue", "rdma")]
+    write_combination(tmp_path / "queued", "job", parts)
+    (job, *_) = kuberay.build(tmp_path / "queued")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+    wanted = requests_of(job)
+    assert wanted.keys() == quota.keys()
+    assert all(2 * wanted[name] <= quota[name] for name in wanted)
+    assert any(3 * wanted[name] > quota[name] for name in wanted)
+    # Kueue's webhook refuses a job without it, and one that changes its size
+    assert job["spec"]["shutdownAfterJobFinishes"] is True
+    assert "enableInTreeAutoscaling" not in job["spec"]["rayClusterSpec"]
+
+
+def test_monitoring_sees_the_pods_and_has_the_alerts_and_the_board() -> None:
+    """The PrometheusRule is written out again: kustomize can't include a file in a field."""
+    found = {each["kind"]: each for each in kuberay.build(DEPLOY / "kubernetes" / "monitoring")}
+    alerts = yaml.safe_load((DEPLOY / "monitoring" / "alerts.yaml").read_text())
+    assert found["PrometheusRule"]["spec"] == alerts
+    board = found["ConfigMap"]["data"]["grafana-board.json"]
+    assert board == (DEPLOY / "monitoring" / "grafana-board.json").read_text()
+    assert found["ConfigMap"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    rays = found["PodMonitor"]["spec"]["selector"]
+    opened = found["NetworkPolicy"]["spec"]
+    (closed,) = [
+        each["spec"]
+        for each in kuberay.build(DEPLOY / "kubernetes" / "job")
+        if each["kind"] == "NetworkPolicy"
+    ]
+    assert rays == opened["podSelector"] == closed["podSelector"]
+    (rule,) = opened["ingress"]
+    assert rule["ports"] == [{"port": 8080}]  # KubeRay's, which it names `metrics`
+    (peer,) = rule["from"]
+    assert peer["podSelector"]["matchLabels"], "not open to every pod"
 
 
 def claims(folder: Path) -> set[str]:
@@ -92,9 +220,7 @@ def test_the_try_out_fits_a_laptop_with_one_node() -> None:
 
 
 def test_roce_has_a_network_that_gives_the_pods_its_gids(tmp_path: Path) -> None:
-    (tmp_path / "kustomization.yaml").write_text(
-        f"resources: [{DEPLOY}/kubernetes/job]\ncomponents: [{DEPLOY}/kubernetes/parts/roce]\n"
-    )
+    write_combination(tmp_path, "job", [DEPLOY / "kubernetes" / "parts" / "roce"])
     job, *others = kuberay.build(tmp_path)
     for resource in others:
         kuberay.check(resource)
@@ -112,18 +238,27 @@ def test_roce_has_a_network_that_gives_the_pods_its_gids(tmp_path: Path) -> None
 @pytest.mark.parametrize("base", ["cluster", "job"])
 def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> None:
     plain = kuberay.build(DEPLOY / "kubernetes" / base)[0]
-    (tmp_path / "kustomization.yaml").write_text(
-        f"resources: [{DEPLOY}/kubernetes/{base}]\ncomponents: [{part}]\n"
-    )
+    write_combination(tmp_path, base, [part])
     resource = kuberay.build(tmp_path)[0]
     kuberay.check(resource)
     assert resource != plain
 
 
-def test_a_field_that_is_misspelt_is_found() -> None:
-    resource = kuberay.build(DEPLOY / "kubernetes" / "cluster")[0]
-    resource["spec"]["enableInTreeAutoscaler"] = True
-    with pytest.raises(ValidationError, match="enableInTreeAutoscaler"):
+@pytest.mark.parametrize(("folder", "kind", "where"), [
+    ("cluster", "RayCluster", ()), ("queue", "ClusterQueue", ("resourceGroups", 0, "flavors", 0, "resources", 0)),
+    ("queue", "LocalQueue", ()), ("monitoring", "PodMonitor", ("podMetricsEndpoints", 0, "relabelings", 0)),
+    ("monitoring", "PrometheusRule", ("groups", 0, "rules", 0)),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_a_field_that_is_misspelt_is_found(
+    folder: str, kind: str, where: tuple[str | int, ...]
+) -> None:
+    resources = kuberay.build(DEPLOY / "kubernetes" / folder)
+    (resource,) = [each for each in resources if each["kind"] == kind]
+    inner = resource["spec"]
+    for key in where:
+        inner = inner[key]
+    inner["sourceLabel"] = "x"
+    with pytest.raises(ValidationError, match="sourceLabel"):
         kuberay.check(resource)
 
 
