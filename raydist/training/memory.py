@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from raydist.messages.server import LookAtModel
 from raydist.settings import config
@@ -28,9 +26,10 @@ from raydist.shared.errors import ConfigError
 from raydist.training import models, optim
 from raydist.training.blocks import find_blocks
 from raydist.training.heads import check_heads
+from raydist.training.rank_model import tensors_in
 from raydist.training.recompute import KEPT
 from raydist.training.stages import cut_model
-from raydist.worker.torch_private import fake_tensors
+from raydist.worker.torch_private import fake_tensors, note_operations
 
 STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
 """Tensors that the optimizer keeps for each parameter; sgd has one with momentum."""
@@ -126,10 +125,10 @@ class Kept:
         self._count(value, self.bytes if self._block is None else self._block)
         return value
 
-    def keep_output(self, output: Any) -> None:
-        """Count the output of an operation inside a block, which `selective` keeps."""
-        for each in tree_leaves(output) if self._block is not None else ():
-            if isinstance(each, torch.Tensor):
+    def keep_output(self, operation: Any, output: Any) -> None:
+        """Count the output of an operation if it is one in a block that `selective` keeps."""
+        if operation in KEPT and self._block is not None:
+            for each in tensors_in(output):
                 self._count(each, self.bytes)
 
     def _count(self, value: torch.Tensor, to: dict[int, int]) -> None:
@@ -144,9 +143,8 @@ class Kept:
         """Count inside the block of the `with`. `blocks`: those that compute again."""
 
         def begin(block: nn.Module, inputs: Any, named: Any) -> None:
-            for each in tree_leaves((inputs, named)):
-                if isinstance(each, torch.Tensor):
-                    self.keep(each)
+            for each in tensors_in((inputs, named)):
+                self.keep(each)
             self._block = {}
 
         def end(block: nn.Module, inputs: Any, output: Any) -> None:
@@ -160,27 +158,11 @@ class Kept:
         hooks += [each.register_forward_hook(end) for each in here]
         with (
             torch.autograd.graph.saved_tensors_hooks(self.keep, lambda value: value),
-            _Outputs(self) if selective else nullcontext(),
+            note_operations(self.keep_output) if selective else nullcontext(),
         ):
             yield
         for hook in hooks:
             hook.remove()
-
-
-class _Outputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the outputs that `train.recompute=selective` keeps."""
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        output = operation(*args, **(kwargs or {}))
-        if operation in KEPT:
-            self.kept.keep_output(output)
-        return output
 
 
 def _storage(value: torch.Tensor) -> int:

@@ -106,6 +106,12 @@ class ShardedComm(DDPComm):
             param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None
         )
         fully_shard(part, mesh=data, mp_policy=whole)
+        if dist.get_backend() == "gloo":
+            # Its mean is a sum in torch 2.8: each gradient was as many times too large as there are
+            # ranks. With this, fully_shard divides.
+            for each in part.modules():
+                if isinstance(each, FSDPModule):
+                    each.set_force_sum_reduction_for_comms(True)
         if empty:
             self._same_on_copies(part)
 

@@ -60,7 +60,7 @@ def recompute(blocks: Sequence[nn.Module], how: str) -> None:
 
 def _counts(module: nn.Module) -> bool:
     return (
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
         and module.track_running_stats
         and module.training
     )

@@ -145,6 +145,27 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return FakeTensorMode()
 
 
+def note_operations(note: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
+    """Call `note` with each operation, as torch.ops names it, and its output inside the block.
+
+    A torch without the private class notes none.
+    """
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        return contextlib.nullcontext()
+
+    class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            output = operation(*args, **(kwargs or {}))
+            note(operation, output)
+            return output
+
+    return Noting()  # type: ignore[no-untyped-call]
+
+
 def import_dynamo() -> None:
     """Import what torch's optimizers otherwise import in their first step."""
     with contextlib.suppress(ImportError):

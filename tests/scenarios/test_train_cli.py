@@ -73,7 +73,7 @@ def test_refused(kind: str, here: Path, ran: Ran, capfd: pytest.CaptureFixture[s
     before = sorted(here.rglob("*"))
     assert train.main(overrides) == 2
     output = capfd.readouterr()
-    warned = kind == "password in a URL"
+    warned = kind in ("password in a URL", "no URL")
     assert [line.partition(":")[0] for line in output.err.splitlines()][: 1 + warned] == [
         "warning"
     ] * warned + ["error"]

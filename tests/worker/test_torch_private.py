@@ -244,13 +244,27 @@ class FlatScaler:
         return {"scale": 2.0}
 
 
+def products_noted() -> int:
+    """Multiply two matrices; return how many products were noted."""
+    import torch
+
+    noted: list[Any] = []
+    with torch_private.note_operations(lambda operation, output: noted.append(operation)):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    return noted.count(torch.ops.aten.mm.default)
+
+
 def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     for without in (False, True):
         if without:
             monkeypatch.delattr(torch, "_foreach_mul_")
-            for module in ("torch._dynamo", "torch._subclasses.fake_tensor"):
+            for module in (
+                "torch._dynamo",
+                "torch._subclasses.fake_tensor",
+                "torch.utils._python_dispatch",
+            ):
                 monkeypatch.setitem(sys.modules, module, None)
         tensors = [torch.ones(2), torch.ones(3)]
         torch_private.multiply_all(tensors, torch.tensor(0.5))
@@ -259,6 +273,7 @@ def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) ->
         with torch_private.fake_tensors():
             made = torch.ones(2)
         assert made.device.type == ("meta" if without else "cpu")
+        assert products_noted() == (0 if without else 1)
     scaler: Any = FlatScaler()
     assert torch_private.scaler_state(scaler) == {"scale": 2.0}
 
