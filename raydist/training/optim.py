@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
+from torch.torch_version import TorchVersion
 
 from raydist.settings.config import Job, Optim
 from raydist.settings.fused import fused_choice
@@ -191,7 +192,8 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
     update the wrong weights. Gradients of autograd and DDP have the strides of their parameters.
     Those of Horovod are contiguous, even if the parameters are channels-last. The kernels take no
     sparse gradients. SGD's takes a momentum for all parameters or for none, so no parameter may get
-    its first gradient later than the others.
+    its first gradient later than the others. Before torch 2.14, Adam's takes no parameters of
+    several meshes, as `parallel.shard` and `parallel.tp` together make them.
     """
     for group in optimizer.param_groups:
         pairs = [(each, each.grad) for each in group["params"]]
@@ -205,7 +207,9 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs
         }
         late = group.get("momentum") and (len(begun) > 1 or any(grad is None for _, grad in pairs))
-        if group.get("fused") and (late or not alike):
+        meshes = {getattr(each, "device_mesh", None) for each, _ in pairs}
+        apart = len(meshes) > 1 and TorchVersion(torch.__version__) < "2.14"
+        if group.get("fused") and (late or apart or not alike):
             group["fused"] = False
 
 

@@ -52,10 +52,25 @@ def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> lis
     for node in graph.nodes:
         stage += node in begins
         stage_of[node] = stages - 1 if node.op == "output" else stage
-    return [
+    parts = [
         fx.GraphModule(model, _stage(graph.nodes, stage_of, number, stages))
         for number in range(stages)
     ]
+    _save_no_more_than(model, parts)
+    return parts
+
+
+def _save_no_more_than(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Keep the buffers that the model does not save out of its stages' states.
+
+    In torch 2.8 a GraphModule saves every buffer.
+    """
+    saved = model.state_dict().keys()
+    for part in parts:
+        for name, value in [*part.named_buffers(remove_duplicate=False)]:
+            if name not in saved:
+                owner, _, own_name = name.rpartition(".")
+                part.get_submodule(owner).register_buffer(own_name, value, persistent=False)
 
 
 def _follow(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> fx.Graph:
