@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,6 +77,7 @@ WAYS = {
 DIVISIONS = {
     "ddp": Parallel(),
     "fsdp": Parallel("fsdp"),
+    "hsdp": Parallel("hsdp", shard=2),
     "tp": Parallel(shard=2, tp=2),
     "pp": Parallel("fsdp", pp=2),
 }
@@ -275,3 +276,17 @@ def test_the_plan_counts_what_is_kept_for_the_backward_pass(how: str) -> None:
     held = alive.bytes_without([*model.parameters(), scores])
     assert held == sum(kept.bytes.values())
     assert (kept.largest_block > 0) == (how != "none")
+
+
+@pytest.mark.parametrize("how", ["blocks", "selective"])
+def test_dropout_draws_the_same_again(how: str) -> None:
+    def gradients(recomputed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)) for _ in "ab"]
+        if recomputed:
+            recompute(blocks, how)
+        nn.Sequential(*blocks)(torch.randn(4, 8)).sum().backward()
+        return [cast("torch.Tensor", each.grad) for block in blocks for each in block.parameters()]
+
+    for own, wanted in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(own, wanted)
