@@ -317,9 +317,8 @@ class Loader(ConfigLoaderImpl):
         """Fill in what follows from other settings.
 
         These are the variables of env_file=, the webhook, the job's file, and the run's name.
-        `resolve`: find
-        the file of the job or script. A sweep itself has none, because each of its runs may have
-        another.
+        `resolve`: find the file of the job or script. A sweep itself has none, because each of its
+        runs may have another.
         """
         with open_dict(config.env):
             for name, value in env_file.read_env_file(str(config.env_file), os.environ).items():

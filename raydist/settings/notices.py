@@ -6,12 +6,9 @@ import re
 from urllib.parse import urlsplit
 
 from raydist.settings.config import NOTICES, Notify
-from raydist.settings.secrets import MASK
+from raydist.settings.secrets import MASK, SLACK_HOST
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
-
-SLACK = re.compile(r"hooks\.slack(-gov)?\.com")
-"""The hosts of Slack's incoming webhooks."""
 
 
 def check_notify(notify: Notify) -> None:
@@ -58,4 +55,5 @@ def form_of(notify: Notify) -> str:
     """Return the form in which the webhook gets messages: slack or json."""
     if notify.form != "auto":
         return notify.form
-    return "slack" if SLACK.fullmatch(urlsplit(notify.webhook).hostname or "") else "json"
+    host = urlsplit(notify.webhook).hostname or ""
+    return "slack" if re.fullmatch(SLACK_HOST, host) else "json"

@@ -36,7 +36,9 @@ IN_URL = re.compile(r"(://[^/\s:@]*:|https?://)([^/\s]+)(?=@)")
 
 Examples: postgres://me:word@host/db and git+https://token@github.com/x/y.
 """
-SLACK = re.compile(r"(https?://hooks\.slack(?:-gov)?\.com/)([^\s'\"]+)")
+SLACK_HOST = r"hooks\.slack(?:-gov)?\.com"
+"""The hosts of Slack's incoming webhooks, as a regular expression."""
+SLACK = re.compile(rf"(https?://{SLACK_HOST}/)([^\s'\"]+)")
 """Slack's webhooks: who has the path may write to the channel."""
 ASSIGNED = re.compile(
     r"""(?<![\w./-])(?:--([\w-]+)[\s=]\s*|([\w.-]+)(?:=|["']?\s*:\s+|["']\s*:)\s*["']?)(?=\S)"""

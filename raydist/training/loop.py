@@ -305,11 +305,15 @@ class Training:
 
     def _report(self, figures: StepFigures, rate: float) -> None:
         """Report the step that has these figures and was made with this learning rate."""
-        progress, norm = self.state.progress, figures.norm
-        reported = self.job.train.clip is not None or self.job.train.grad_norm
+        progress = self.state.progress
+        known = {"loss": figures.loss}
+        # train.nan needs the norm too, but does not report it.
+        wanted = self.job.train.clip is not None or self.job.train.grad_norm
+        if wanted and figures.norm is not None:
+            known["grad_norm"] = figures.norm
         self.reporter.step(
             progress.step,
-            {"loss": figures.loss, **({"grad_norm": norm} if reported else {})},
+            known,
             steps=progress.steps,
             epoch=self.state.order.epoch + 1,
             epochs=progress.epochs,
@@ -368,16 +372,16 @@ class MetricReporter:
         self.device = device_of(device)
         self.waiting: deque[tuple[Mark, int, dict[str, Any]]] = deque()
 
-    def step(self, step: int, figures: Mapping[str, torch.Tensor | None], **facts: Any) -> None:
+    def step(self, step: int, figures: Mapping[str, torch.Tensor], **facts: Any) -> None:
         """Report a step with its figures, at once or as soon as the GPU has computed them."""
-        known = {name: value for name, value in figures.items() if value is not None}
-        if not any(self.device.lags(value) for value in known.values()):
-            context.report(step, **known, **facts)
+        if not any(self.device.lags(value) for value in figures.values()):
+            context.report(step, **figures, **facts)
             return
-        for name, value in known.items():
-            known[name] = torch.empty((), dtype=value.dtype, pin_memory=value.is_cuda)
-            self.device.copy(known[name], value)
-        self.waiting.append((self.device.mark(), step, {**known, **facts}))
+        on_host = {}
+        for name, value in figures.items():
+            on_host[name] = torch.empty((), dtype=value.dtype, pin_memory=value.is_cuda)
+            self.device.copy(on_host[name], value)
+        self.waiting.append((self.device.mark(), step, {**on_host, **facts}))
         while self.waiting and self.waiting[0][0].done():
             self._report_next()
 

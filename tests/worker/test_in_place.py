@@ -50,6 +50,12 @@ class Rank:
     def meet(self) -> None:
         self.in_place.meet(self.group, HERE, LIMIT_S)
 
+    def call_into(self, attempt: int) -> None:
+        """Call the rank out of its training, and let it meet the ranks of this attempt."""
+        self.in_place.take(ParkRank())
+        self.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": str(attempt)}))
+        self.in_place.take(Meet(attempt, contacts("mine")))
+
     def outlive(self, train: Callable[[], str], why_not: str = "") -> str:
         return self.in_place.outlive(train, self.meet, lambda: why_not)
 
@@ -92,9 +98,7 @@ def test_a_rank_that_is_called_as_it_finishes_trains_again(rank: Rank) -> None:
     def train() -> str:
         attempts.append(1)
         if len(attempts) == 1:
-            rank.in_place.take(ParkRank())
-            rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
-            rank.in_place.take(Meet(1, contacts("mine")))
+            rank.call_into(1)
         return "done"
 
     assert rank.outlive(train) == "done"
@@ -126,9 +130,7 @@ def call_again(rank: Rank) -> None:
     """Call the rank a second time, once it waits for the others of attempt 1."""
     while not rank.sent:
         rank.replied.acquire(timeout=0.01)
-    rank.in_place.take(ParkRank())
-    rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "2"}))
-    rank.in_place.take(Meet(2, contacts("mine")))
+    rank.call_into(2)
 
 
 def test_what_a_job_raises_by_itself_is_raised(rank: Rank) -> None:
@@ -211,9 +213,7 @@ def test_a_rank_is_kept_only_if_gloo_closes_the_connections_of_the_attempt(
         def train() -> str:
             attempts.append(1)
             if len(attempts) == 1:
-                rank.in_place.take(ParkRank())
-                rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
-                rank.in_place.take(Meet(1, contacts("mine")))
+                rank.call_into(1)
                 raise RuntimeError("Connection closed by peer")
             return "done"
 

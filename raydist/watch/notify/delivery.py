@@ -18,6 +18,7 @@ from typing import Any
 
 from raydist.settings.config import Notify
 from raydist.settings.notices import form_of
+from raydist.settings.secrets import MASK
 from raydist.watch.notify.message import RunMessage
 
 ANSWER_S = 8.0
@@ -75,7 +76,7 @@ def post(url: str, body: str, until: float) -> str:
         if not again or number == TRIES or time.monotonic() + PAUSE_S >= until:
             break
         time.sleep(PAUSE_S)
-    return why.replace(url, "***")
+    return why.replace(url, MASK)
 
 
 def run_receiver(command: str, message: RunMessage, until: float) -> str:
