@@ -39,6 +39,7 @@ from raydist.state.snapshot_layout import (
     at_slot,
     blank_page,
     complete_slots,
+    last_whole_step,
     read_words,
     whole_slots,
 )
@@ -133,15 +134,14 @@ class SnapshotBuffers:
         return 0 in self.descriptors and bool(whole_slots(os.pread(self.descriptors[0], PAGE, 0)))
 
     def newest_step(self) -> int:
-        """Return the newest step in memory here; -1: none.
+        """Return the newest step that this node can save; -1: none.
 
         A whole state, a rank's part of one, and a checkpoint to be written all count.
         """
-        pages = [os.pread(descriptor, PAGE, 0) for descriptor in self.descriptors.values()]
-        return max(
-            (step for page in pages for step in complete_slots(page, (*range(SLOTS), SAVE_SLOT))),
-            default=-1,
-        )
+        pages = first_pages(self.descriptors)
+        whole = last_whole_step(pages)
+        slots = (SAVE_SLOT,) if whole >= 0 else (*range(SLOTS), SAVE_SLOT)
+        return max([whole, *(step for page in pages for step in complete_slots(page, slots))])
 
     def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
         """Return whether a writer process would have anything to do."""
@@ -233,9 +233,15 @@ def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
     return [*([kinds.Warning(text=trouble)] if trouble else []), saved]
 
 
+def first_pages(descriptors: Mapping[int, int]) -> list[bytes]:
+    """Return the first pages of the memories, in the order of the local ranks."""
+    return [os.pread(descriptor, PAGE, 0) for _, descriptor in sorted(descriptors.items())]
+
+
 def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRequest | None:
-    """Return the newest snapshot as a checkpoint; None if the disk has that step or a later one."""
-    step, slot = max(memory.steps.items())
+    """Return the last snapshot as a checkpoint; None if the disk has that step or a later one."""
+    step = last_whole_step(first_pages(descriptors))
+    slot = memory.steps[step]
     request = memory.read_request(LAST_SLOT, slot)
     if checkpoint_files.is_saved(request.folder, step):
         return None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 State = dict[str, Any]
 """A state dict: tensors, numbers and text, in dicts and lists."""
@@ -87,3 +87,16 @@ def whole_slots(page: bytes | mmap.mmap) -> dict[int, int]:
     return {
         step: slot for step, slot in complete if read_words(page, at_slot(slot), SLOT_WORDS)[-1]
     }
+
+
+def last_whole_step(pages: Sequence[bytes | mmap.mmap]) -> int:
+    """Return the step of the whole state to save last; -1: there is none.
+
+    `pages`: the first pages of the memories of a node's ranks; the first one has the whole states.
+    Ranks that are stopped at the same moment may be one kept step apart. The state of a step that
+    not all of them have lacks the random generators of some, so it would not go on exactly: of the
+    kept steps it is the one that most ranks have, and the newest of these.
+    """
+    of_ranks = [complete_slots(page) for page in pages]
+    whole = whole_slots(pages[0]) if pages else {}
+    return max(whole, key=lambda step: (sum(step in each for each in of_ranks), step), default=-1)

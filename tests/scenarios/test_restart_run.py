@@ -520,6 +520,67 @@ def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(
     assert newest.step >= max(event.get("kept", 0) for event in started.events("report")) > 0
 
 
+LATE = """
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raydist
+
+
+class Late(torch.optim.SGD):
+    \"\"\"On rank 1 a step takes a while after the weights have changed: rank 0 keeps its state first.\"\"\"
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        if raydist.rank().rank == 1:
+            time.sleep(0.3)
+
+
+def job(config):
+    torch.manual_seed(0)
+    x = torch.randn(64, 10)
+    model = nn.Sequential(nn.Linear(10, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return raydist.fit(config, train=data, loss=nn.functional.mse_loss, model=model)
+"""
+
+
+def test_a_run_stopped_between_the_states_of_two_ranks_draws_the_same_dropout(
+    tmp_path: Path,
+) -> None:
+    words = (
+        *("job=late.py", "optim=late.Late", "optim.lr=0.01", "data.batch_size=8", "scale=1x2"),
+        *("group=inline", "backend=gloo", "train.steps=12", "checkpoint.every=100000"),
+        *("snapshot.every=1", "watch.progress=none"),
+    )
+
+    def started(name: str, *more: str) -> Program:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "late.py").write_text(LATE)
+        return Program(folder, *words, *more)
+
+    def seen(done: Program) -> dict[int, float]:
+        return {
+            report["step"]: report["values"]["loss"]
+            for report in done.events("report")
+            if report["rank"] == 0
+        }
+
+    whole, stopped = started("whole"), started("stopped")
+    stopped.wait_for_step(5)
+    stopped.signal(signal.SIGINT)
+    assert stopped.wait() == 130, stopped.screen
+    resumed = started("resumed", f"resume={stopped.run_dir}")
+    assert resumed.wait() == whole.wait() == 0, (resumed.screen, whole.screen)
+    steps = seen(resumed)
+    assert 1 < len(steps) < 12
+    assert steps.items() <= seen(whole).items()
+
+
 def back(started: Program, count: int) -> bool:
     """Return whether so many restarts are complete."""
     return not count or len(started.events("restarted")) == count

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,28 @@ from raydist.state.snapshot import (
     put_together,
     take_apart,
 )
-from raydist.state.snapshot_layout import REPLICA_SLOTS, SAVE_SLOT, blank_page
+from raydist.state.snapshot_layout import (
+    PAGE,
+    REPLICA_SLOTS,
+    SAVE_SLOT,
+    blank_page,
+    last_whole_step,
+)
 from tests.ranks import SERVER, start_server
 
 
-@pytest.fixture
-def descriptor() -> Iterator[int]:
+@contextmanager
+def closing_memory() -> Iterator[int]:
     descriptor = os.memfd_create("test")
     os.pwrite(descriptor, blank_page(), 0)
     yield descriptor
     os.close(descriptor)
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    with closing_memory() as descriptor:
+        yield descriptor
 
 
 def same(one: Any, other: Any) -> bool:
@@ -97,6 +110,31 @@ def test_the_two_newest_states_are_there_and_two_slots_are_enough(descriptor: in
     size = os.fstat(descriptor).st_size
     memory.write(10, state(10))
     assert os.fstat(descriptor).st_size == size
+
+
+@pytest.mark.parametrize(
+    ("steps", "chosen"),
+    [
+        (([], []), -1),
+        (([4, 5], [4, 5]), 5),
+        (([4, 5], [3, 4]), 4),  # rank 1 was stopped before it had kept step 5
+        (([4, 5], [5, 6]), 5),
+        (([5], [3, 4]), 5),
+        (([4, 5], []), 5),  # too little memory for rank 1
+        (([8, 9], [8, 9], [2, 3]), 9),  # once there were three ranks
+    ],
+)
+def test_the_step_to_save_last_is_one_that_all_ranks_have(
+    steps: tuple[list[int], ...], chosen: int
+) -> None:
+    pages = []
+    for rank, own in enumerate(steps):
+        with closing_memory() as descriptor:
+            memory = SnapshotBuffer(descriptor)
+            for step in own:
+                memory.write(step, state(step) if rank == 0 else {"own": state(step)["own"]})
+            pages.append(os.pread(descriptor, PAGE, 0))
+    assert last_whole_step(pages) == chosen
 
 
 def test_a_slot_on_its_way_to_the_disk_is_left_alone(descriptor: int) -> None:
