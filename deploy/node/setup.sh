@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # setup.sh [PACKAGE…]: creates ~/.raydist/env on a node, a Python environment with the raydist of ~/.raydist/src and these packages.
-# PYTHON=python3.12 before it uses that Python instead of python3.
+# PYTHON=python3.12 before it uses that Python instead of python3. RAY=2.60.0 and TORCH=2.15.0 before it choose the head's
+# versions; without them it gets the newest that raydist admits.
 set -euo pipefail
 
 env=$HOME/.raydist/env
@@ -20,8 +21,7 @@ if [ -n "${RAY_HEAD_IP:-}" ] && [ -f "$versions" ]; then
     wanted=$(sed -n 's/^# Python //p' "$versions")
     if [ "$has" != "$wanted" ]; then # Ray would refuse the node
         echo "raydist: $(hostname) has Python $has and the head Python $wanted, but all nodes need the same:" \
-            "install Python $wanted there, or choose one that all have, for example" \
-            "setup_commands: [PYTHON=python$wanted bash ~/.raydist/src/deploy/node/setup.sh]" >&2
+            "install Python $wanted there, or choose one that all have: in setup_commands put PYTHON=python$wanted before bash" >&2
         exit 1
     fi
 fi
@@ -35,10 +35,12 @@ if [ ! -x "$env/bin/python" ] || [ "$(version "$env/bin/python")" != "$has" ]; t
     }
 fi
 
-: >"$env/constraints.txt"
-if [ "$follows" = yes ]; then
-    "$env/bin/python" "$node/versions.py" read "$versions" >"$env/constraints.txt"
+chosen=$versions
+if [ "$follows" = no ]; then
+    chosen=$env/chosen.txt
+    printf '%s\n' ${RAY:+"ray==$RAY"} ${TORCH:+"torch==$TORCH"} >"$chosen"
 fi
+"$env/bin/python" "$node/versions.py" read "$chosen" >"$env/constraints.txt"
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$env/constraints.txt" \
     "$HOME/.raydist/src" "$@"
 if [ -z "${RAY_HEAD_IP:-}" ]; then

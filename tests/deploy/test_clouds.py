@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import boto3
 import pytest
 import ray.autoscaler
 import yaml
 from moto import mock_aws
+from ray.autoscaler._private.updater import NodeUpdater
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tests.conftest import ROOT
@@ -25,6 +28,14 @@ CLOUDS = ["aws", "gcp", "azure"]
 OWN = yaml.safe_load((ROOT / "cluster.yaml").read_text())
 TEXTS = {cloud: (ROOT / "deploy" / f"{cloud}.yaml").read_text() for cloud in CLOUDS}
 REGION = "us-east-1"
+SDKS = [
+    *("httplib2", "google_auth_httplib2", "googleapiclient", "googleapiclient.discovery"),
+    *("googleapiclient.errors", "azure", "azure.common", "azure.common.credentials", "azure.core"),
+    *("azure.core.exceptions", "azure.identity", "azure.mgmt", "azure.mgmt.compute"),
+    *("azure.mgmt.network", "azure.mgmt.resource", "azure.mgmt.resource.resources"),
+    "azure.mgmt.resource.resources.models",
+]
+"""What Ray imports for Google Cloud and Azure, beyond its own packages and google-auth."""
 
 
 def config(cloud: str) -> dict[str, Any]:
@@ -172,6 +183,101 @@ def test_ray_makes_machines_on_efa_of_it(ec2: Any) -> None:
     head = settings["available_node_types"]["head"]["node_config"]
     assert {card["SubnetId"] for card in cards} == {machine["SubnetId"]} == set(head["SubnetIds"])
     assert {group for card in cards for group in card["Groups"]} == set(head["SecurityGroupIds"])
+
+
+@pytest.fixture
+def ray_with_sdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray's code for Google Cloud and Azure can be imported: stand-ins for the clouds' SDKs are
+    there, which take every call."""
+    loaded = set(sys.modules)
+    for name in SDKS:
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    yield
+    for name in set(sys.modules) - loaded:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("ray_with_sdk")
+def test_only_the_head_has_a_public_address_on_gcp() -> None:
+    """What Ray sends to Compute Engine; the others reach pip's index through a NAT of their
+    network."""
+    from ray.autoscaler._private.gcp.config import _configure_subnet
+    from ray.autoscaler._private.gcp.node import GCPCompute
+
+    compute = MagicMock()
+    compute.subnetworks().list().execute.return_value = {"items": [{"selfLink": "default"}]}
+    settings = _configure_subnet(prepare_config(config("gcp")), compute)
+    cloud = GCPCompute(compute, "my-project", "us-central1-a", "raydist")
+    cards = {}
+    for name, kind in settings["available_node_types"].items():
+        cloud.create_instance(kind["node_config"], {"ray-node-name": name}, False)
+        body = compute.instances().insert.call_args.kwargs["body"]
+        (cards[name],) = body["networkInterfaces"]
+    assert {name: "accessConfigs" in card for name, card in cards.items()} == {
+        "head": True,
+        "gpu": False,
+    }
+    (network,) = re.findall(r"gcloud compute routers create raydist --network=(\S+)", TEXTS["gcp"])
+    assert cards["gpu"]["network"] == f"global/networks/{network}"
+    assert "gcloud compute routers nats create raydist --router=raydist" in TEXTS["gcp"]
+
+
+@pytest.mark.usefixtures("ray_with_sdk")
+def test_only_the_head_has_a_public_address_on_azure() -> None:
+    """What Ray sends to Azure, and by which addresses it logs in."""
+    from ray.autoscaler._private._azure.node_provider import AzureNodeProvider
+
+    settings = config("azure")
+    made = {"msi": "", "nsg": "", "subnet": "", "unique_id": "1234"}  # by `ray up`
+    with patch.object(
+        sys.modules[AzureNodeProvider.__module__], "get_cloud_from_metadata_requests"
+    ):
+        provider = AzureNodeProvider({**settings["provider"], **made}, "raydist")
+    place = SimpleNamespace(location=settings["provider"]["location"], zones=["1", "2"])
+    public = {}
+    for name, kind in settings["available_node_types"].items():
+        node = kind["node_config"]
+        size = SimpleNamespace(name=node["azure_arm_parameters"]["vmSize"], location_info=[place])
+        provider.compute_client.resource_skus.list.return_value = [size]
+        role = "head" if name == settings["head_node_type"] else "worker"
+        provider.create_node(node, {"ray-node-type": role}, 1)
+        sent = provider.resource_client.deployments.create_or_update.call_args.kwargs
+        properties = sent["parameters"]["properties"]
+        assert set(properties["parameters"]) <= set(properties["template"]["parameters"])
+        assert properties["parameters"]["zones"] == {"value": ["1"]}
+        public[name] = properties["parameters"]["provisionPublicIp"]["value"]
+        assert public[name] is not logs_in_within(settings, role == "head")
+    assert public == {"head": True, "gpu": False}
+
+
+def logs_in_within(settings: dict[str, Any], head: bool) -> bool:
+    """Return whether Ray logs in to a node by its address within the cloud's network."""
+    provider = MagicMock()
+    names = ["auth_config", "file_mounts", "initialization_commands", "setup_commands"]
+    names += ["ray_start_commands", "runtime_hash", "file_mounts_contents_hash", "cluster_name"]
+    given = {"node_id": "1", "provider_config": settings["provider"], "provider": provider}
+    NodeUpdater(**dict.fromkeys(names), **given, is_head_node=head)
+    within: bool = provider.get_command_runner.call_args.args[5]
+    return within
+
+
+def test_azures_machines_without_public_address_reach_pips_index() -> None:
+    """Networks that are made by an API from 2025-07-01 on let nothing out without a NAT gateway,
+    unless they are told to. When Ray uses a newer one, the file must say how to make a gateway."""
+    template = json.loads((RAY / "_private" / "_azure" / "azure-config-template.json").read_text())
+    (network,) = [
+        each
+        for each in template["resources"]
+        if each["type"] == "Microsoft.Network/virtualNetworks"
+    ]
+    assert network["apiVersion"] < "2025-07-01"
+    assert "defaultOutboundAccess" not in json.dumps(network)
+
+
+def test_a_request_that_a_program_on_a_machine_of_aws_passes_on_gets_no_role() -> None:
+    for kind in config("aws")["available_node_types"].values():
+        options = {"HttpTokens": "required", "HttpPutResponseHopLimit": 1}
+        assert kind["node_config"]["MetadataOptions"] == options
 
 
 def test_gcp_places_machines_near_each_other() -> None:

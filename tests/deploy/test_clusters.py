@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tests.conftest import ROOT
@@ -44,6 +45,21 @@ def test_a_person_changes_three_lines() -> None:
         if re.search(r"# \d\. ", line)
     ]
     assert marked == ["1", "2", "3"]
+
+
+def test_the_versions_of_the_nodes_were_tried_and_are_admitted() -> None:
+    """Those of the image, which tests/deploy/test_deploy.py compares with docs/versions.md."""
+    (line,) = yaml.safe_load(TEXT)["setup_commands"]
+    assert f"- {line} " in (ROOT / "docs" / "clusters.md").read_text()
+    named = re.findall(r"\b(RAY|TORCH)=(\S+)", line)
+    image = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    assert named == re.findall(r"^ARG (RAY|TORCH)=(.+)$", image, re.MULTILINE)
+    project = (ROOT / "pyproject.toml").read_text()
+    for name, version in named:
+        (asked,) = re.findall(
+            rf'^    "({name.lower()}(?:\[\w+\])?>=[^"]*)",', project, re.MULTILINE
+        )
+        assert version in Requirement(asked).specifier
 
 
 def test_the_scripts_are_sound() -> None:

@@ -1,9 +1,10 @@
-"""deploy/node/setup.sh with real pip: a node that joins after a release gets the head's
-versions."""
+"""deploy/node/setup.sh with real pip: the head gets the versions that cluster.yaml names, and a
+node that joins after a release gets the head's."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import ray
+import yaml
 
 from tests.conftest import ROOT
 
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
+TEXT = (ROOT / "cluster.yaml").read_text()
+(SETUP,) = yaml.safe_load(TEXT)["setup_commands"]
+"""What `ray up` types on every node."""
 
 # A package that needs Ray and torch, as raydist does. It builds itself: nothing is fetched.
 PROJECT = """
@@ -57,8 +63,9 @@ class Node:
         (source / "backend.py").write_text(BACKEND)
         release(source, "raydist", "1.0", "ray", "torch")
 
-    def setup(self, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run the setup commands as `ray up` does."""
+    def setup(self, chosen: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        """Run the setup command of cluster.yaml as `ray up` does, with these versions of Ray and
+        torch in place of the file's."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -70,8 +77,11 @@ class Node:
             "PIP_FIND_LINKS": str(self.index),
         }
         kept |= {"HOME": str(self.home), "PYTHON": sys.executable, **env}
-        command = ["bash", str(self.scripts / "setup.sh")]
-        return subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+        line = re.sub(r"^RAY=\S+ TORCH=\S+ (?=bash )", f"{chosen} ", SETUP)
+        assert line != SETUP
+        return subprocess.run(
+            ["bash", "-c", line], env=kept, capture_output=True, text=True, check=False
+        )
 
     def has(self, name: str) -> list[str]:
         """Return the versions of a package in the node's environment."""
@@ -87,6 +97,14 @@ def index(tmp_path: Path) -> Path:
     release(folder, "ray", "1.0")
     release(folder, "torch", "1.0+cu130")
     return folder
+
+
+def image_with_torch_2(folder: Path, index: Path) -> Path:
+    """Unpack the index's torch 2.0 into a folder, which a machine's Python has on its path."""
+    image = folder / "image"
+    with zipfile.ZipFile(index / "torch-2.0-py3-none-any.whl") as wheel:
+        wheel.extractall(image)
+    return image
 
 
 def join(head: Node, home: Path) -> Node:
@@ -107,10 +125,8 @@ def test_a_node_that_joins_after_a_release_gets_the_heads_versions(
     release(index, "torch", "2.0")
 
     late = join(head, tmp_path / "late")
-    image = tmp_path / "image"  # it has another torch
-    with zipfile.ZipFile(index / "torch-2.0-py3-none-any.whl") as wheel:
-        wheel.extractall(image)
-    done = late.setup(RAY_HEAD_IP="10.0.0.1", PYTHONPATH=str(image))
+    image = image_with_torch_2(tmp_path, index)
+    done = late.setup("RAY=2.0 TORCH=2.0", RAY_HEAD_IP="10.0.0.1", PYTHONPATH=str(image))
     assert done.returncode == 0, done.stderr
     assert (late.has("ray"), late.has("torch")) == (["1.0"], [])
 
@@ -119,13 +135,56 @@ def test_a_node_that_joins_after_a_release_gets_the_heads_versions(
     assert (late.has("ray"), late.has("torch")) == (["1.0"], ["1.0+cu130"])
 
 
+def test_the_head_gets_the_versions_that_the_file_names(tmp_path: Path, index: Path) -> None:
+    """A torch of its image stays: it was built for the machine's driver."""
+    release(index, "ray", "2.0")
+    release(index, "torch", "2.0")
+    head = Node(tmp_path / "head", index)
+    done = head.setup("RAY=1.0 TORCH=1.0", PYTHONPATH=str(image_with_torch_2(tmp_path, index)))
+    assert done.returncode == 0, done.stderr
+    assert (head.has("ray"), head.has("torch")) == (["1.0"], [])
+    assert {"ray==1.0", "torch==2.0"} <= {*(head.scripts / "versions.txt").read_text().split()}
+
+    done = head.setup("RAY=2.0 TORCH=1.0")  # `ray up` again, on another image
+    assert done.returncode == 0, done.stderr
+    assert (head.has("ray"), head.has("torch")) == (["2.0"], ["1.0+cu130"])
+
+
+def check(file: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Type the line of cluster.yaml that comes before `ray up`, for another file."""
+    first = re.findall(
+        r"^# +python (deploy/node/versions\.py check) cluster\.yaml", TEXT, re.MULTILINE
+    )
+    command = [sys.executable, *flags, *first[0].split(), str(file)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_another_ray_on_the_machine_of_ray_up_is_named_before_it_is_typed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(re.sub(r"\bRAY=[\d.]+", f"RAY={ray.__version__}", TEXT))
+    done = check(file)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    file.write_text(re.sub(r"\bRAY=[\d.]+", "RAY=2.1.0", TEXT))
+    done = check(file)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"raydist: this machine has Ray {ray.__version__}, and the nodes get the RAY=2.1.0 of {file}: "
+        f"type pip install 'ray[default]==2.1.0' here, or write RAY={ray.__version__} there\n"
+    )
+    without_packages = check(file, "-S")
+    assert without_packages.returncode == 2
+    assert "has no Ray: type `make train`" in without_packages.stderr
+    file.write_text(TEXT.replace("RAY=", "# RAY="))
+    assert check(file).returncode == 2
+    assert "has no RAY=VERSION before setup.sh" in check(file).stderr
+    assert f"can't read {tmp_path}: Is a directory" in check(tmp_path).stderr
+
+
 def test_a_node_with_another_python_is_refused_by_name(tmp_path: Path, index: Path) -> None:
     node = Node(tmp_path / "node", index)
     (node.scripts / "versions.txt").write_text("# Python 3.8\nray==1.0\n")
     done = node.setup(RAY_HEAD_IP="10.0.0.1")
     assert done.returncode == 1
     assert f"has Python {OWN} and the head Python 3.8" in done.stderr
-    assert (
-        "setup_commands: [PYTHON=python3.8 bash ~/.raydist/src/deploy/node/setup.sh]" in done.stderr
-    )
+    assert "in setup_commands put PYTHON=python3.8 before bash" in done.stderr
     assert not (node.home / ".raydist" / "env").exists()

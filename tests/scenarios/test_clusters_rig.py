@@ -61,7 +61,8 @@ def rig() -> Iterator[Rig]:
 
 
 def check_out(own: Host, rig: Rig) -> None:
-    """What `git clone` brings, as far as cluster.yaml sends it, and the three lines changed."""
+    """What `git clone` brings, as far as cluster.yaml sends it, with the three lines and Ray's
+    version changed."""
     folder = own.folder / "home/raydist"
     shipped = yaml.safe_load((ROOT / "cluster.yaml").read_text())["file_mounts"].values()
     for name in (name for name in shipped if not name.startswith("~")):
@@ -78,6 +79,8 @@ def check_out(own: Host, rig: Rig) -> None:
         (r"head_ip: 10\.0\.0\.1\b", f"head_ip: {head}"),
         (r"worker_ips: \[.*\]", f"worker_ips: [{', '.join(workers)}]"),
         (r"ssh_user: ubuntu\b", "ssh_user: root"),
+        # nothing can be fetched: the versions that are there
+        (r"- RAY=\S+", f"- RAY={ray.__version__}"),
     ):
         lines, count = re.subn(rf"^([^#\n]*){before}", rf"\g<1>{after}", lines, flags=re.MULTILINE)
         assert count == 1, before

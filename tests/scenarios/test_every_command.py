@@ -41,6 +41,7 @@ NOT_HERE = {
     "test_sweep_watched.py shows one",
     r"-m bench": "the figures of a whole machine; tests/test_bench.py",
     r"-m pytest": "the tests themselves",
+    r"deploy/node/versions\.py": "a file in the sources; tests/deploy/test_node_setup.py types it",
 }
 """Commands of the pages that can't be typed here: a pattern, why, and which test types one like
 it."""
