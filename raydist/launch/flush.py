@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raydist.launch.limits import ANSWER_S, longest
 from raydist.messages.agent import Flush
 from raydist.messages.request import AnyReply, Request
+from raydist.messages.server import ListSteps
 from raydist.messages.writer import (
     CommitShards,
     DropShards,
     HeldShards,
     ListShards,
+    ReadRandomStates,
     SavedShards,
     UnseenShards,
     WriteShards,
@@ -46,6 +49,8 @@ class FlushNode:
     host: str
     ask: Ask
     """Sends to the node's first agent."""
+    ranks: int = 1
+    """The number of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +67,17 @@ class Description:
     """As in state.write.Meta."""
 
 
-def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
+def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit, world_size: int) -> str:
     """Have the newest state written to the disk, if it is not there yet.
 
-    Returns why no node could write it, or an empty text. `nodes`: those that answer, rank 0's
-    first.
+    Returns why no node could write it, or an empty text. `nodes`: those that answer, in the order
+    of their ranks. `world_size`: the number of ranks on all nodes.
     """
+    request = choose_last(nodes, world_size)
     failed: list[str] = []
     for node in nodes:
         try:
-            for each in node.ask(Flush()).result(FLUSH_S):
+            for each in node.ask(request).result(FLUSH_S):
                 # It has just happened, and the node's clock may be wrong.
                 emit(kinds.from_json({**each, "t": time.time()}))
             break
@@ -82,6 +88,39 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> str:
         return f"no node could write the last state to the disk ({why})"
     flush_shards(nodes, settings, emit)
     return ""
+
+
+def choose_last(nodes: Sequence[FlushNode], world_size: int) -> Flush:
+    """Return the request to write the newest step that all ranks have, with their generators.
+
+    Any node can write the state of a step, but each has the random generators of its own ranks
+    only; and ranks that are stopped at the same moment may be one kept step apart. So several nodes
+    all send their steps, some 60 bytes each; then the generators of the chosen step: 10 KB per
+    rank (Python 2.5 KB, numpy 2.5 KB, torch 5 KB), 13.5 KB in base64. 1,024 nodes of 8 ranks send
+    110 MB in all; 82 MB of it are in the checkpoint, as in each that the ranks save.
+
+    If some ranks have no step in common with the others, or their node is lost or does not answer,
+    the node that writes chooses the step, and warns of what it lacks.
+    """
+    if len(nodes) < 2 or sum(node.ranks for node in nodes) < world_size:
+        return Flush()  # all is in the memory of one node, or some of it is lost
+    within_s = longest(ANSWER_S, len(nodes))  # nodes that are known to be silent are not asked
+    until = time.monotonic() + within_s
+    requests = {number: ListSteps(node.ranks) for number, node in enumerate(nodes)}
+    held = _ask(nodes, requests, _ignore, within_s)
+    step = newest_common_step([held[each].steps if each in held else None for each in requests])
+    if step < 0:
+        return Flush()
+    request = ReadRandomStates(step, world_size)
+    left_s = max(0.0, until - time.monotonic())
+    drawn = _ask(nodes, dict.fromkeys(requests, request), _ignore, left_s)
+    states = [state for each in drawn.values() if each is not None for state in each.states]
+    return Flush(step, states) if len(states) == world_size else Flush()
+
+
+def newest_common_step(held: Sequence[Collection[int] | None]) -> int:
+    """Return the newest step that all nodes hold; -1: there is none. None: one does not answer."""
+    return max(set.intersection(*(set(each or ()) for each in held)), default=-1)
 
 
 def flush_shards(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit) -> None:
@@ -189,7 +228,7 @@ def _ask(
 ) -> dict[int, AnyReply]:
     """Send each of these nodes its request, all at once; return the replies by node.
 
-    A node that is gone has none.
+    A node that is gone has none. The replies are in the order of the nodes.
     """
     calls = {number: nodes[number].ask(request) for number, request in requests.items()}
     wait(calls.values(), timeout=within_s)
@@ -205,3 +244,7 @@ def _ask(
                 )
             )
     return replies
+
+
+def _ignore(event: Event) -> None:
+    """Report nothing: the node that writes the last state warns of what it lacks."""

@@ -311,7 +311,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def flush(self) -> str:
         """Write the last snapshot to the disk; return why no node could, empty if one has."""
-        return flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add)
+        ranks = self.plan.world_size
+        return flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add, ranks)
 
     def save_shards(self, request: kinds.SaveShards) -> None:
         """Have all nodes write the sharded checkpoint that rank 0 requested.
@@ -337,7 +338,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     @property
     def _flush_nodes(self) -> list[FlushNode]:
         leads = [slot for slot in self._leads if slot.rank not in self._silent]
-        return [FlushNode(slot.node.host, partial(self.call, slot.rank)) for slot in leads]
+        return [
+            FlushNode(slot.node.host, partial(self.call, slot.rank), slot.local_world_size)
+            for slot in leads
+        ]
 
     def _replace(self, lost: Sequence[int]) -> Sequence[int]:
         """Replace the agents of these ranks with agents on other nodes; return those to open."""

@@ -370,6 +370,13 @@ class WaitForWriter(Request[None]):
 class Flush(Request["list[EventJson]"]):
     """Write the newest snapshot of this node to the disk; reply with the events of the writer."""
 
+    step: int = -1
+    """Write this step instead, and drop later ones: ranks of other nodes lack them. -1: the step
+    that most ranks of this node have."""
+    random: Sequence[str] = ()
+    """The random generators of all ranks at that step, in their order, as in RandomStates. Empty:
+    they are taken from the memories of this node, and left out if some ranks are elsewhere."""
+
 
 @dataclass(frozen=True)
 class StopRank(Request[None]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,6 +78,25 @@ class WriteCheckpoint(ServerMessage):
     last: bool = True
     """True: write the newest snapshot, unless a checkpoint on the disk is as new. False: write what
     the first rank requests."""
+    step: int = -1
+    """As in Flush."""
+    random: Sequence[str] = ()
+    """As in Flush."""
+
+
+@dataclass(frozen=True)
+class KeptSteps(ServerReply):
+    """The steps whose state a node can save with the random generators of all of its ranks."""
+
+    steps: Sequence[int]
+
+
+@dataclass(frozen=True)
+class ListSteps(Request[KeptSteps], ServerMessage):
+    """Reply with the kept steps of this node's ranks. The agent passes it to the fork server."""
+
+    ranks: int
+    """The number of these ranks: there may be memories of more, of an earlier attempt."""
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,26 @@ class DropShards(Request[None], ShardsRequest):
 
 
 @dataclass(frozen=True)
+class RandomStates(ShardsReply):
+    """The random generators of the ranks of a node."""
+
+    states: Sequence[str]
+    """The bytes of each rank's state in base64, in the order of the ranks."""
+
+
+@dataclass(frozen=True)
+class ReadRandomStates(Request["RandomStates | None"], ShardsRequest):
+    """Reply with the random generators that the ranks of this node had at a kept step.
+
+    The agent forwards the message to the writer.
+    """
+
+    step: int
+    world_size: int
+    """The number of all ranks: a state of another number of ranks is left out."""
+
+
+@dataclass(frozen=True)
 class WriterFailed(ShardsReply):
     """The reply of a writer process that could not carry out a request."""
 

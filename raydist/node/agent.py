@@ -63,6 +63,8 @@ from raydist.messages.request import Request
 from raydist.messages.server import (
     BeginRun,
     ImportModules,
+    KeptSteps,
+    ListSteps,
     OpenStore,
     SignalProcess,
     StoreAddress,
@@ -70,7 +72,13 @@ from raydist.messages.server import (
     Warm,
     WriteCheckpoint,
 )
-from raydist.messages.writer import CommitShards, DropShards, ListShards, WriteShards
+from raydist.messages.writer import (
+    CommitShards,
+    DropShards,
+    ListShards,
+    ReadRandomStates,
+    WriteShards,
+)
 from raydist.network import nccl_log
 from raydist.node import counters, kept_server, rank_process, rank_spec, recorded_end
 from raydist.node.fork_client import ForkClient
@@ -162,8 +170,10 @@ class RankAgent:
             case WaitForWriter():
                 return await self._writer.wait() if self._writer is not None else None
             case Flush():
-                return await self.flush()
-            case ListShards() | WriteShards() | CommitShards() | DropShards():
+                return await self.flush(request)
+            case ListSteps():
+                return await self._server.ask(request, KeptSteps)
+            case ListShards() | WriteShards() | CommitShards() | DropShards() | ReadRandomStates():
                 if self._writer is None or self._process is None:
                     return None
                 return await self._writer.ask(request)
@@ -296,13 +306,14 @@ class RankAgent:
             return RankValue()
         return recorded_end.read_value(self._process.reports.base)
 
-    async def flush(self) -> list[EventJson]:
+    async def flush(self, request: Flush) -> list[EventJson]:
         """Write this node's newest snapshot to the disk, and return the writer's events."""
         process = self._process
         if self._writer is None or process is None:
             return []
         await self._writer.wait()
-        await asyncio.wait({self._writer.start(WriteCheckpoint())})
+        message = WriteCheckpoint(step=request.step, random=request.random)
+        await asyncio.wait({self._writer.start(message)})
         return process.reports.take_events()
 
     async def stop(self, request: StopRank) -> None:

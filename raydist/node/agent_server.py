@@ -20,6 +20,8 @@ from raydist.messages.server import (
     Forked,
     GetNewestState,
     InFile,
+    KeptSteps,
+    ListSteps,
     LookAtModel,
     NewestState,
     OpenStore,
@@ -31,7 +33,14 @@ from raydist.messages.server import (
     WriteCheckpoint,
 )
 from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
-from raydist.messages.writer import CommitShards, DropShards, ListShards, ShardsRequest, WriteShards
+from raydist.messages.writer import (
+    CommitShards,
+    DropShards,
+    ListShards,
+    ReadRandomStates,
+    ShardsRequest,
+    WriteShards,
+)
 from raydist.node import huge_pages, mpi_segments, spawn
 from raydist.node.processes import (
     end_children,
@@ -211,12 +220,16 @@ class AgentServer:
                 | ListShards()
                 | WriteShards()
                 | CommitShards()
-                | DropShards() as request
+                | DropShards()
+                | ReadRandomStates() as request
             ):
                 # Without a writer the agent's reply is empty: its descriptor is closed.
                 memories = self.memories.get(agent)  # none before its first rank
                 if memories is not None and memories.wants_writer(request):
                     self.fork_writer(agent, request, *fds)
+            case ListSteps(ranks):
+                own = self.memories.get(agent)
+                send_message(agent, KeptSteps(own.common_steps(ranks) if own else []), number)
             case GetNewestState(run):
                 held = [
                     each.newest_step() for each in self.memories.values() if str(each.run) == run
@@ -348,7 +361,7 @@ class AgentServer:
             self.start = "spawn"
             self.reusable = False
             try:
-                write_checkpoint(buffers.descriptors, request.last)
+                write_checkpoint(buffers.descriptors, request)
             except Exception:
                 traceback.print_exc()
             buffers.unlock()

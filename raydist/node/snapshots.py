@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from raydist.messages.server import RankSpec, WriteCheckpoint
 from raydist.messages.wire import encode
@@ -18,6 +18,7 @@ from raydist.messages.writer import (
     CommitShards,
     DropShards,
     ListShards,
+    ReadRandomStates,
     ShardsRequest,
     WriterFailed,
     WriteShards,
@@ -38,15 +39,13 @@ from raydist.state.snapshot_layout import (
     WORD,
     at_slot,
     blank_page,
+    common_steps,
     complete_slots,
     last_whole_step,
     read_words,
     whole_slots,
 )
 from raydist.state.write import SaveRequest
-
-if TYPE_CHECKING:
-    from raydist.state.snapshot import SnapshotBuffer
 
 BESIDE_THEM = 5
 """The nice value of a process that writes a checkpoint while ranks train. With one rank per core
@@ -143,6 +142,12 @@ class SnapshotBuffers:
         slots = (SAVE_SLOT,) if whole >= 0 else (*range(SLOTS), SAVE_SLOT)
         return max([whole, *(step for page in pages for step in complete_slots(page, slots))])
 
+    def common_steps(self, ranks: int) -> list[int]:
+        """Return the steps that the first `ranks` ranks of this node have, the first one whole."""
+        if not self.descriptors.keys() >= {*range(ranks)}:
+            return []
+        return sorted(common_steps(first_pages(self.descriptors)[:ranks]))
+
     def wants_writer(self, request: WriteCheckpoint | ShardsRequest) -> bool:
         """Return whether a writer process would have anything to do."""
         match request:
@@ -183,7 +188,7 @@ def ends_save(request: WriteCheckpoint | ShardsRequest) -> bool:
 
     Writing the shards of one node does not: those of the others may still be read.
     """
-    return not isinstance(request, ListShards | WriteShards)
+    return not isinstance(request, ListShards | WriteShards | ReadRandomStates)
 
 
 def run_writer(
@@ -200,7 +205,7 @@ def run_writer(
         if isinstance(request, WriteCheckpoint):
             lines = [
                 json.dumps(each.to_json()).encode()
-                for each in write_checkpoint(memories.descriptors, request.last)
+                for each in write_checkpoint(memories.descriptors, request)
             ]
         else:
             answer = writer_requests.answer_request(
@@ -220,17 +225,26 @@ def run_writer(
     os._exit(0)
 
 
-def write_checkpoint(descriptors: Mapping[int, int], last: bool) -> list[Event]:
+def write_checkpoint(descriptors: Mapping[int, int], request: WriteCheckpoint) -> list[Event]:
     """Write the checkpoint that a rank requested, or the last state; return the events of it."""
     from raydist.state.snapshot import SnapshotBuffer
 
-    began, memory = time.perf_counter(), SnapshotBuffer(descriptors[0])
-    request = last_state(memory, descriptors) if last else memory.read_request(SAVE_SLOT)
-    if request is None:
+    began = time.perf_counter()
+    if request.last:
+        save = last_state(descriptors, request)
+    else:
+        save = SnapshotBuffer(descriptors[0]).read_request(SAVE_SLOT)
+    if save is None:
         return []
-    path, trouble = checkpoint_files.write_and_prune(request)
-    saved = kinds.Saved(rank=0, step=request.step, path=str(path), s=time.perf_counter() - began)
-    return [*([kinds.Warning(text=trouble)] if trouble else []), saved]
+    path, trouble = checkpoint_files.write_and_prune(save)
+    saved = kinds.Saved(rank=0, step=save.step, path=str(path), s=time.perf_counter() - began)
+    warnings = [trouble] if trouble else []
+    if request.last and not len(save.state["random"]):
+        warnings.append(
+            f"step {save.step} was saved without the random generators of some ranks: a run that "
+            "continues from it draws other random numbers (dropout)"
+        )
+    return [*(kinds.Warning(text=each) for each in warnings), saved]
 
 
 def first_pages(descriptors: Mapping[int, int]) -> list[bytes]:
@@ -238,33 +252,34 @@ def first_pages(descriptors: Mapping[int, int]) -> list[bytes]:
     return [os.pread(descriptor, PAGE, 0) for _, descriptor in sorted(descriptors.items())]
 
 
-def last_state(memory: SnapshotBuffer, descriptors: Mapping[int, int]) -> SaveRequest | None:
+def last_state(descriptors: Mapping[int, int], asked: WriteCheckpoint) -> SaveRequest | None:
     """Return the last snapshot as a checkpoint; None if the disk has that step or a later one."""
-    step = last_whole_step(first_pages(descriptors))
+    import torch
+
+    from raydist.state.snapshot import SnapshotBuffer
+
+    memory = SnapshotBuffer(descriptors[0])
+    step = asked.step
+    if step in memory.steps:
+        # Not all ranks have a later one. This server would write it when its agents leave, and a
+        # run would continue from it with other random numbers.
+        for descriptor in descriptors.values():
+            SnapshotBuffer(descriptor).forget_after(step)
+    else:
+        step = last_whole_step(first_pages(descriptors))
     slot = memory.steps[step]
     request = memory.read_request(LAST_SLOT, slot)
     if checkpoint_files.is_saved(request.folder, step):
         return None
     loss = float(memory.read(slot, clone="none")["own"]["loss"])
-    random = random_states(descriptors, step, request.world_size)
+    drawn = (
+        writer_requests.decoded(asked.random)
+        if step == asked.step
+        else writer_requests.random_states(descriptors, step, request.world_size)
+    )
+    # Empty without those of all ranks: a run that continues from it seeds them anew.
+    whole = len(drawn) == request.world_size
+    random = torch.stack(drawn) if whole else torch.empty(0, dtype=torch.uint8)
     return replace(
         request, step=step, state={**request.state, "random": random}, metrics={"loss": loss}
     )
-
-
-def random_states(descriptors: Mapping[int, int], step: int, world_size: int) -> Any:
-    """Return the random generators of all ranks at this step.
-
-    Empty if some are on other nodes or were not kept: a run that continues from the checkpoint then
-    seeds them anew.
-    """
-    import torch
-
-    from raydist.state.snapshot import SnapshotBuffer
-
-    found = []
-    for _, descriptor in sorted(descriptors.items()):
-        memory = SnapshotBuffer(descriptor)
-        if step in memory.steps:
-            found.append(memory.read(memory.steps[step])["own"]["random"])
-    return torch.stack(found) if len(found) == world_size else torch.empty(0, dtype=torch.uint8)

@@ -2,13 +2,15 @@
 
 All of it happens in a writer process, a child of the fork server, for one request of the driver
 (launch/flush.py): the newest states of a run that can't continue, or those that the ranks have put
-into SAVE_SLOT while they train.
+into SAVE_SLOT while they train. Of a model that is not sharded it reads the random generators only;
+node/snapshots.py writes the rest.
 """
 
 from __future__ import annotations
 
+import base64
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ from raydist.messages.writer import (
     DropShards,
     HeldShards,
     ListShards,
+    RandomStates,
+    ReadRandomStates,
     SavedShards,
     ShardsReply,
     ShardsRequest,
@@ -33,6 +37,8 @@ from raydist.state.snapshot_layout import FIT, PAGE, SAVE_SLOT, complete_slots, 
 from raydist.state.write import FileFacts, drop
 
 if TYPE_CHECKING:
+    import torch
+
     from raydist.state.distributed_checkpoint import RankPart
 
 Descriptors = Mapping[int, int]
@@ -56,6 +62,11 @@ def answer_request(
             return write_shards(descriptors, _temporary(folder, request), request)
         case CommitShards():
             return commit_shards(folder, _temporary(folder, request), request)
+        case ReadRandomStates(step, world_size):
+            found = random_states(descriptors, step, world_size)
+            return RandomStates(
+                [base64.b64encode(each.numpy().tobytes()).decode() for each in found]
+            )
         case DropShards():
             drop(_temporary(folder, request))
     return None
@@ -72,6 +83,32 @@ def _temporary(
     from raydist.state.distributed_checkpoint import temporary_name
 
     return temporary_name(folder, request.step, request.mark)
+
+
+def random_states(descriptors: Descriptors, step: int, world_size: int) -> list[torch.Tensor]:
+    """Return the random generators, each [bytes], of the ranks of this node at this step.
+
+    Those are left out that were not kept, or that another number of ranks has kept.
+    """
+    from raydist.state.snapshot import SnapshotBuffer
+
+    found = []
+    for _, descriptor in sorted(descriptors.items()):
+        memory = SnapshotBuffer(descriptor)
+        if step in memory.steps:
+            own = memory.read(memory.steps[step])["own"]
+            if own["world_size"] == world_size:
+                found.append(own["random"])
+    return found
+
+
+def decoded(states: Sequence[str]) -> list[torch.Tensor]:
+    """Return the random generators of RandomStates, each [bytes]."""
+    import torch
+
+    return [
+        torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.uint8) for each in states
+    ]
 
 
 def list_shards(descriptors: Descriptors, folder: StoragePath) -> HeldShards:

@@ -89,6 +89,15 @@ def whole_slots(page: bytes | mmap.mmap) -> dict[int, int]:
     }
 
 
+def common_steps(pages: Sequence[bytes | mmap.mmap]) -> set[int]:
+    """Return the steps of whole states of which all of these memories have a part.
+
+    `pages`: as in `last_whole_step`.
+    """
+    steps = set(whole_slots(pages[0])) if pages else set()
+    return steps.intersection(*map(complete_slots, pages))
+
+
 def last_whole_step(pages: Sequence[bytes | mmap.mmap]) -> int:
     """Return the step of the whole state to save last; -1: there is none.
 

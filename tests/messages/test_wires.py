@@ -15,6 +15,8 @@ from raydist.messages.request import Request
 from raydist.messages.server import (
     Ended,
     ImportModules,
+    KeptSteps,
+    ListSteps,
     OpenStore,
     RankSpec,
     SignalProcess,
@@ -22,7 +24,14 @@ from raydist.messages.server import (
     WriteCheckpoint,
 )
 from raydist.messages.wire import TAG, Message, decode, encode
-from raydist.messages.writer import CommitShards, ListShards, UnseenShards, WriteShards
+from raydist.messages.writer import (
+    CommitShards,
+    ListShards,
+    RandomStates,
+    ReadRandomStates,
+    UnseenShards,
+    WriteShards,
+)
 from raydist.network.facts import Facts
 from raydist.network.nccl_log import Log
 from raydist.network.traffic import Ports
@@ -51,6 +60,11 @@ COLLECTIVE: Collective = {
         ImportModules(("torch", "json")),
         OpenStore("tcp", "10.0.0.1"),
         WriteCheckpoint(last=False),
+        WriteCheckpoint(step=7, random=("AAE=", "AgM=")),
+        ListSteps(8),
+        KeptSteps((6, 7)),
+        ReadRandomStates(7, 16),
+        RandomStates(("AAE=",)),
         ListShards(),
         WriteShards(5, "mark", 4, (1, 3)),
         CommitShards(5, "mark", 4, {"a": {"bytes": 1, "xxh3_128": "x"}}, 3, None),

@@ -40,7 +40,7 @@ from raydist.messages.server import (
     WriteCheckpoint,
 )
 from raydist.messages.wire import PACKET, decode, encode, numbered, split_number
-from raydist.messages.writer import CommitShards, DropShards, ListShards
+from raydist.messages.writer import CommitShards, DropShards, ListShards, ReadRandomStates
 from raydist.node import kept_server
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer
@@ -620,6 +620,7 @@ def test_what_the_server_cannot_do_is_answered_and_ends_nothing(warm: Node) -> N
     [
         WriteCheckpoint(),
         ListShards(),
+        ReadRandomStates(1, 1),
         CommitShards(1, "mark", 1, {}, 1, None),
         DropShards(1, "mark"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.horovod_ranks import requires_horovod
 from tests.leftovers import idle_servers
 from tests.records import read_events
 from tests.rig import QUICK_DEATH, Host, Rig, hosts, requires_root
-from tests.scenarios.test_restart_run import WORDS
+from tests.scenarios.test_restart_run import LATE, LATE_WORDS, WORDS
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
@@ -57,17 +58,16 @@ def rig() -> Iterator[Rig]:
 
 def start(rig: Rig, folder: Path, *words: str) -> subprocess.Popen[str]:
     """Start a run on two of the hosts, from the first."""
+    return train(rig, folder, ("slow.py", PROGRAM), *WORDS, *words)
+
+
+def train(rig: Rig, folder: Path, job: tuple[str, str], *words: str) -> subprocess.Popen[str]:
+    """Start a run of this file and text on the first host."""
     folder.mkdir()
-    (folder / "slow.py").write_text(PROGRAM)
-    command = [
-        "python",
-        "-m",
-        "raydist.train",
-        "job=slow.py",
-        *WORDS,
-        f"hydra.run.dir={folder}/run",
-        *words,
-    ]
+    name, text = job
+    (folder / name).write_text(text)
+    where = f"hydra.run.dir={folder}/run"
+    command = ["python", "-m", "raydist.train", f"job={name}", where, *words]
     env = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"{rig.hosts[0].address()}:6379"}
     log = (folder / "screen.txt").open("w")
     return rig.hosts[0].popen(command, env=env, cwd=folder, stdout=log, stderr=log)
@@ -134,6 +134,41 @@ def test_an_actor_that_rays_memory_monitor_ends_is_reported_as_that(
     ):
         assert words in page
     wait_until(lambda: not left(rig), "end of all ranks", 60)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each step on rank 0."""
+    return {
+        report["step"]: report["values"]["loss"]
+        for report in events(folder, "report")
+        if report["rank"] == 0
+    }
+
+
+@pytest.mark.timeout(900)  # three runs
+def test_a_run_stopped_between_the_states_of_two_hosts_draws_the_same_dropout(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Rank 1 is on another host, and has not kept the newest step of rank 0 yet."""
+    whole, stopped, resumed = (tmp_path / name for name in ("whole", "stopped", "resumed"))
+
+    def begin(folder: Path, *words: str) -> subprocess.Popen[str]:
+        return train(rig, folder, ("late.py", LATE), *LATE_WORDS, "scale=2x1", *words)
+
+    def ended(run: subprocess.Popen[str], folder: Path, code: int) -> None:
+        assert run.wait(200) == code, (folder / "screen.txt").read_text()
+
+    unbroken, run = begin(whole), begin(stopped)
+    wait_until(lambda: reached(stopped, 5), lambda: (stopped / "screen.txt").read_text(), 200)
+    run.send_signal(signal.SIGINT)
+    ended(run, stopped, 130)
+    ended(begin(resumed, f"resume={stopped}/run"), resumed, 0)
+    ended(unbroken, whole, 0)
+    assert host_of(rig, resumed, 0) is not host_of(rig, resumed, 1)
+    assert not events(stopped, "warning")
+    steps = losses(resumed)
+    assert 1 < len(steps) < 12
+    assert steps.items() <= losses(whole).items()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

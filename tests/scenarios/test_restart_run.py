@@ -548,14 +548,16 @@ def job(config):
 """
 
 
+LATE_WORDS = (
+    *("optim=late.Late", "optim.lr=0.01", "data.batch_size=8", "backend=gloo", "train.steps=12"),
+    *("checkpoint.every=100000", "snapshot.every=1", "watch.progress=none"),
+)
+
+
 def test_a_run_stopped_between_the_states_of_two_ranks_draws_the_same_dropout(
     tmp_path: Path,
 ) -> None:
-    words = (
-        *("job=late.py", "optim=late.Late", "optim.lr=0.01", "data.batch_size=8", "scale=1x2"),
-        *("group=inline", "backend=gloo", "train.steps=12", "checkpoint.every=100000"),
-        *("snapshot.every=1", "watch.progress=none"),
-    )
+    words = ("job=late.py", *LATE_WORDS, "scale=1x2", "group=inline")
 
     def started(name: str, *more: str) -> Program:
         folder = tmp_path / name

@@ -24,6 +24,7 @@ import raydist
 from raydist import report
 from raydist.launch import flush as launch_flush
 from raydist.messages.agent import Flush
+from raydist.messages.server import KeptSteps, ListSteps
 from raydist.messages.writer import HeldShards
 from raydist.node import writer_requests
 from raydist.settings.config import Backend, Checkpoint, Job
@@ -422,11 +423,13 @@ def a_node(rank: int, folder: StoragePath, steps: dict[int, float]) -> launch_fl
 
     def ask(request: Any) -> Future[Any]:
         reply: Future[Any] = Future()
-        reply.set_result(
-            []
-            if isinstance(request, Flush)
-            else writer_requests.answer_request({0: mine}, folder, request)
-        )
+        match request:
+            case Flush():
+                reply.set_result([])
+            case ListSteps():
+                reply.set_result(KeptSteps([]))
+            case _:
+                reply.set_result(writer_requests.answer_request({0: mine}, folder, request))
         return reply
 
     return launch_flush.FlushNode(f"host-{rank}", ask)
@@ -443,7 +446,7 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(
     }
     (first, second), events = folders[where], list[Any]()
     nodes = [a_node(0, first, {4: 0.4, 5: 0.5}), a_node(1, second, {3: 1.3, 4: 1.4})]
-    launch_flush.flush(nodes, Checkpoint(keep=1), events.append)
+    launch_flush.flush(nodes, Checkpoint(keep=1), events.append, 2)
     if where == "apart":
         (warning,) = events
         assert (
@@ -465,7 +468,7 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(
     distributed_checkpoint.load_into(newest.path, loaded)
     assert [round(float(loaded[name].sum()), 3) for name in ("x0", "x1")] == [1.2, 4.2]
     assert loaded["n"] == 7
-    launch_flush.flush(nodes, Checkpoint(keep=1), events.append)
+    launch_flush.flush(nodes, Checkpoint(keep=1), events.append, 2)
     assert events == [saved]  # it is there already
 
 
