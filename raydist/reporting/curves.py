@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ class Piece(NamedTuple):
     steps: list[int]
     times: list[float]
     values: list[float | None]
+    means: list[float | None]
+    """By point, the mean of the values since the point before, itself included: what a smoothed
+    curve is made of, since the points that are left are the extremes. Empty: no value was left out.
+    """
 
 
 @dataclass
@@ -59,7 +63,9 @@ class Curve:
         """
         column: Sequence[float] = self.times if by == "time" else self.steps
         first, last = bisect_left(column, low), bisect_right(column, high)
-        return self._columns(thinned(self.values, first, last, most))
+        chosen = thinned(self.values, first, last, most)
+        means = [] if len(chosen) == last - first else map(as_sent, means_of(self.values, chosen))
+        return self._columns(chosen)._replace(means=list(means))
 
     def since(self, count: int) -> Piece:
         """Return all points from this index on."""
@@ -70,8 +76,14 @@ class Curve:
         return Piece(
             [self.steps[i] for i in chosen],
             [round(self.times[i], 2) for i in chosen],
-            [float(f"{value:.6g}") if math.isfinite(value) else None for value in values],
+            [as_sent(value) for value in values],
+            [],
         )
+
+
+def as_sent(value: float) -> float | None:
+    """Return a value as a page receives it."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def add_report(curves: dict[str, Curve], report: kinds.Report, step: int) -> None:
@@ -103,3 +115,17 @@ def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequen
             chosen |= {begin + part.index(edge) for edge in edges}
             chosen.add(begin + next(i for i, value in enumerate(part) if not math.isfinite(value)))
     return sorted(chosen)
+
+
+def means_of(values: Sequence[float], chosen: Sequence[int]) -> Iterator[float]:
+    """Yield for each chosen index the mean of the finite values after the one before.
+
+    NaN if there is none.
+    """
+    begin = chosen[0]
+    for at in chosen:
+        part = values[begin : at + 1]
+        begin = at + 1
+        if not math.isfinite(sum(part)):
+            part = [value for value in part if math.isfinite(value)]
+        yield sum(part) / len(part) if part else math.nan

@@ -103,7 +103,7 @@ def test_what_is_no_number_is_a_gap() -> None:
             report(3, 3, loss=math.inf, note="text"),
         ]
     )
-    assert model.curves["loss"].piece() == ([1, 2, 3], [1, 2, 3], [1.0, None, None])
+    assert model.curves["loss"].piece() == ([1, 2, 3], [1, 2, 3], [1.0, None, None], [])
     assert "note" not in model.curves
 
 
@@ -124,6 +124,24 @@ def test_a_stretch_of_a_curve_has_all_its_points() -> None:
     assert curve.piece(100, 104).steps == [100, 101, 102, 103, 104]
     assert curve.piece(10, 10.2, by="time").steps == [100, 101, 102]
     assert len(curve.piece().steps) <= 1200
+
+
+def test_a_thinned_curve_has_the_mean_of_what_was_left_out() -> None:
+    """Its points are extremes: what smooths them alone would follow the rare spikes."""
+    curve = Curve()
+    for step in range(10_000):
+        curve.add(step, float(step), math.nan if step == 5 else 101.0 if step % 97 == 0 else 1.0)
+    steps, _, values, means = curve.piece()
+    assert len(steps) == len(means) < 1300
+    assert (values[0], means[0]) == (101.0, 101.0)  # the first point has none before it
+    ends = [*steps, 10_000]
+    total = sum(
+        mean * (step - before)
+        for mean, step, before in zip(means[1:], ends[1:], ends, strict=False)
+        if mean is not None
+    )
+    assert total / 10_000 == pytest.approx(1 + 100 / 97, rel=0.02)
+    assert curve.piece(100, 110).means == []
 
 
 def test_lanes_stay_small_and_keep_the_greatest() -> None:
@@ -213,16 +231,16 @@ def test_a_viewer_gets_only_what_is_new(tmp_path: Path) -> None:
     )  # of the whole lines: the rest of this one is still to come, or never comes
     viewer = Viewer(run)
     first = {name: json.loads(text) for name, text in viewer.news(1.0)}
-    assert first["curves"]["loss"] == [True, [[1, 2, 3], [2.5, 3, 3.5], [1.0, 0.5, 0.333333]]]
+    assert first["curves"]["loss"] == [True, [[1, 2, 3], [2.5, 3, 3.5], [1.0, 0.5, 0.333333], []]]
     assert list(viewer.news(1.0)) == []
     write(run.folder, RUN[:10])
     asyncio.run(run.catch_up())
     again = {name: json.loads(text) for name, text in viewer.news(1.0)}
-    assert again["curves"]["loss"] == [False, [[4], [4.0], [0.25]]]
+    assert again["curves"]["loss"] == [False, [[4], [4.0], [0.25], []]]
     assert set(again) == {"state", "ranks", "curves", "launch"}
     write(run.folder, RUN)
     asyncio.run(run.catch_up())
-    replaced, (steps, _, _) = json.loads(dict(viewer.news(1.0))["curves"])["loss"]
+    replaced, (steps, *_) = json.loads(dict(viewer.news(1.0))["curves"])["loss"]
     assert (replaced, steps) == (True, [1, 2, 3, 4, 5, 6, 7, 8])
 
 
@@ -249,7 +267,7 @@ def test_a_folder_that_is_made_anew_is_another_run(tmp_path: Path) -> None:
         assert run.model.run
         assert (run.model.run.name, [*run.model.curves]) == ("other", ["accuracy"])
         assert run.read == (run.folder / "events.jsonl").stat().st_size
-        replaced, (steps, _, _) = json.loads(dict(viewer.news(1.0))["curves"])["accuracy"]
+        replaced, (steps, *_) = json.loads(dict(viewer.news(1.0))["curves"])["accuracy"]
         assert (replaced, steps) == (True, [1])
     assert run.files == 3
 

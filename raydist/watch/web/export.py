@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raydist.watch.web.follow import FollowedRun, Viewer, log_name, read_from
-from raydist.watch.web.server import STATIC
+from raydist.watch.web.server import STATIC, run_settings
 from raydist.watch.web.sweep import FollowedSweep
 
 LOGS = 32
@@ -40,6 +40,7 @@ async def export(run: FollowedRun, to: Path) -> None:
         "pages": {
             name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()
         },
+        "settings": (await run_settings(run))._asdict(),
         "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
     }
     to.write_text(one_file("index.html", data), encoding="utf-8")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
+from raydist.reporting.progress import PROGRESS_NAMES
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import parse_event
 from raydist.shared.rank_names import counted
 from raydist.watch.web.model import QUIET_S
-from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep, trials_shown
+from raydist.watch.web.saved_settings import CONFIG, differing, read_settings
+from raydist.watch.web.sweep import SUMMARY, FollowedSweep, finite, is_sweep, trials_shown
 
 EVENTS = "events.jsonl"
 TAIL = 1 << 16
@@ -19,6 +23,7 @@ TAIL = 1 << 16
 
 It is more if the last line is longer.
 """
+ENDINGS = [f'"kind": "{each.kind}"'.encode() for each in (kinds.Result, kinds.Run, kinds.Report)]
 MOST = 500
 """Maximum number of runs in a list, the newest first."""
 
@@ -33,7 +38,11 @@ class RunRow(TypedDict):
     status: str
     """finished, failed, stopped; without a result: running, or no events."""
     text: str
-    """The run's metrics, or its failure."""
+    """The run's failure; of a sweep, its trials by state and its best values."""
+    values: dict[str, float]
+    """The last value of each metric."""
+    settings: dict[str, str]
+    """Those settings that differ between the runs of the list."""
     sweep: bool
     """Whether this is a sweep: one line for all its trials."""
 
@@ -65,6 +74,9 @@ def list_rows(root: Path) -> list[RunRow]:
     }
     rows = [sweep_row(name, path) for name, path in sweeps.items()]
     rows += [run_row(name, path) for name, path in runs.items()]
+    names = differing([row["settings"] for row in rows])
+    for row in rows:
+        row["settings"] = {key: row["settings"][key] for key in names if key in row["settings"]}
     return sorted(rows, key=lambda row: row["changed"], reverse=True)
 
 
@@ -100,21 +112,63 @@ def no_run(place: str, why: str, instead: str) -> ConfigError:
 
 
 def run_row(name: str, folder: Path) -> RunRow:
-    """Return one line of the list, from the end of the run's events."""
-    path = folder / EVENTS
-    # After a result, another run may have begun in the folder.
-    wanted = [f'"kind": "{each.kind}"'.encode() for each in (kinds.Result, kinds.Run)]
-    found = (line for line in reversed(last_lines(path)) if any(kind in line for kind in wanted))
-    event = parse_event(next(found, b""))
-    changed = path.stat().st_mtime
-    status = "running" if time.time() - changed < QUIET_S else "no events"
-    text = ""
-    if isinstance(event, kinds.Result):
-        status = event.status
-        numbers = [each for each in event.metrics.items() if isinstance(each[1], float)]
-        text = event.failure.partition("\n")[0]
-        text = text or ", ".join(f"{name} {value:.4g}" for name, value in numbers[:6])
-    return {"run": name, "changed": changed, "status": status, "text": text, "sweep": False}
+    """Return one line of the list, from the end of the run's events and its saved settings."""
+    path, config = folder / EVENTS, folder / CONFIG
+    stat = path.stat()
+    end = last_of(path, stat.st_mtime_ns, stat.st_size)
+    quiet = time.time() - stat.st_mtime >= QUIET_S
+    return {
+        "run": name,
+        "changed": stat.st_mtime,
+        "status": end.status or ("no events" if quiet else "running"),
+        "text": end.failure,
+        "values": end.values,
+        "settings": settings_of(folder, config.stat().st_mtime_ns) if config.exists() else {},
+        "sweep": False,
+    }
+
+
+class RunEnd(NamedTuple):
+    """What the end of a run's events tells."""
+
+    status: str
+    """Empty without a result."""
+    failure: str
+    values: dict[str, float]
+
+
+@functools.lru_cache(maxsize=MOST)
+def settings_of(folder: Path, changed: int) -> dict[str, str]:
+    """Return all settings of a run. `changed`: when the file was, so that it is read again then."""
+    return read_settings(folder).values
+
+
+@functools.lru_cache(maxsize=MOST)
+def last_of(path: Path, changed: int, size: int) -> RunEnd:
+    """Return what the end of a run's events tells; it is read again after `changed` or `size`."""
+    values: dict[str, float] = {}
+    for line in reversed(last_lines(path)):
+        if not any(kind in line for kind in ENDINGS):
+            continue
+        event = parse_event(line)
+        if isinstance(event, kinds.Result):
+            return RunEnd(
+                event.status, event.failure.partition("\n")[0], finite_values(event.metrics)
+            )
+        if isinstance(event, kinds.Run):  # after a result, another run may have begun in the folder
+            break
+        if isinstance(event, kinds.Report) and event.rank == 0:
+            values = {**finite_values(event.values), **values}
+    return RunEnd("", "", values)
+
+
+def finite_values(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the reported values that have a curve, in so far as they are finite."""
+    return {
+        name: value
+        for name, each in values.items()
+        if name not in PROGRESS_NAMES and (value := finite(each)) is not None
+    }
 
 
 def last_lines(path: Path) -> list[bytes]:
@@ -152,5 +206,7 @@ def sweep_row(name: str, folder: Path) -> RunRow:
         "changed": changed,
         "status": summary["state"],
         "text": text,
+        "values": {},
+        "settings": {},
         "sweep": True,
     }

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from raydist.watch.web.follow import SHARED, TURN_S, Fetch, FollowedRun, Viewer, is_here
 from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
+from raydist.watch.web.saved_settings import CONFIG, TYPED, SavedSettings, read_settings
 from raydist.watch.web.sweep import FollowedSweep, SweepViewer, is_sweep
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class PageServer:
             "runs": self.runs,
             "stream": self.stream,
             "curves": self.curves,
+            "csv": self.csv,
+            "settings": self.settings,
             "file": self.file,
             "log": self.log,
             "search": self.search,
@@ -214,6 +217,27 @@ class PageServer:
         }
         return as_json({"began": run.model.figures.began, "curves": pieces})
 
+    async def csv(self, request: web.Request) -> web.Response:
+        """Return every point of one curve as CSV: step, seconds since the epoch, value."""
+        from aiohttp import web
+
+        run = self.run(request)
+        while await run.catch_up() < 1:
+            pass
+        curve = run.model.curves.get(request.query.get("name", ""))
+        if curve is None:
+            raise web.HTTPNotFound(headers=HEADERS)
+        points = zip(curve.steps, curve.times, curve.values, strict=True)
+        text = "".join(f"{step},{t},{value}\n" for step, t, value in points)
+        headers = {**HEADERS, "Content-Disposition": "attachment"}
+        return web.Response(
+            text=f"step,time,value\n{text}", content_type="text/csv", headers=headers
+        )
+
+    async def settings(self, request: web.Request) -> web.Response:
+        """Return the saved settings of a run: what was typed, and all values."""
+        return as_json((await run_settings(self.run(request)))._asdict())
+
     async def file(self, request: web.Request) -> web.Response:
         """Return a page of a failure, or another text of the run folder that a page may read."""
         from aiohttp import web
@@ -250,6 +274,14 @@ class PageServer:
         return as_json({"lines": lines, "absent": absent})
 
 
+async def run_settings(run: FollowedRun) -> SavedSettings:
+    """Return the settings in a run folder that may be elsewhere."""
+    for name in (CONFIG, TYPED):
+        with contextlib.suppress(OSError):
+            await run.fetch(name, whole=True)
+    return await asyncio.to_thread(read_settings, run.folder)
+
+
 def as_json(value: object) -> web.Response:
     from aiohttp import web
 
@@ -281,9 +313,9 @@ async def send_events(
     response = web.StreamResponse(
         headers={**HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
     )
-    await response.prepare(request)
     sent = time.monotonic()
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(ConnectionError):  # the viewer may leave before the first byte, too
+        await response.prepare(request)
         async for name, text in news:
             if name or time.monotonic() - sent > PING_S:
                 await response.write(

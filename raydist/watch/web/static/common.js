@@ -68,7 +68,7 @@ const fill = (where, ...children) => where.replaceChildren(...children.flat());
 const say = (where, text) => { if (where.textContent !== text) where.textContent = text; };
 // Shows rows, each under its key (else its number). A cell that is the same stays as it is: with its focus, a click under way, selected text.
 function table(where, heads, rows, keys = rows.map((_, i) => i)) {
-  const head = h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { className: kind || "", scope: "col" }, text))));
+  const head = h("thead", {}, h("tr", {}, heads.map(([text, kind, sort]) => h("th", { className: kind || "", scope: "col", ariaSort: sort || null }, text))));
   if (!where.tHead?.isEqualNode(head)) fill(where, head, h("tbody"));
   const body = where.tBodies[0], known = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   const wanted = rows.map((cells, i) => {
@@ -111,6 +111,25 @@ function bars(where, parts) {
 
 const axis = { stroke: () => colour("faint"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui", size: 46 };
 const KEYS = "+ and - zoom, left and right move, 0 shows all";
+
+const groupOf = (name) => name.endsWith("/s") ? "" : name.slice(0, Math.max(0, name.indexOf("/")));  // tokens/s is a rate
+// Whether a text contains what somebody typed: a regular expression, or else the text itself.
+function matches(typed) {
+  try { const wanted = new RegExp(typed, "i"); return (text) => wanted.test(text); } catch { return (text) => text.toLowerCase().includes(typed.toLowerCase()); }
+}
+// A moving average whose memory is a part of `span`, the length of the whole axis: a value reported every step and one reported
+// every epoch are smoothed over the same stretch. `part`: 0 nothing, 0.99 most, as in W&B. A point counts as much as the stretch
+// before it is long, since a thinned curve has more points where it changes.
+function smooth(x, values, part, span) {
+  const keep = Math.sqrt(part);
+  let sum = 0, weight = 0, before = 2 * x[0] - (x[1] ?? x[0] + 1);
+  return values.map((value, i) => {
+    if (value === null) return null;
+    const kept = keep ** (1000 * (x[i] - before) / (span || 1));
+    [sum, weight, before] = [sum * kept + value * (1 - kept), weight * kept + 1 - kept, x[i]];
+    return weight ? sum / weight : value;
+  });
+}
 
 // Makes a chart's box take the keys. `whole()`: [first, last] of all its points; `show(from, to)`: shows a stretch; `all()`: everything.
 function chartKeys(box, name, plot, whole, show, all) {

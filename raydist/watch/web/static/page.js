@@ -2,7 +2,7 @@
 
 // --- what is known of the run
 
-let state = {}, lanes = { times: [], shares: {} }, marks = [], other = null;
+let state = {}, lanes = { times: [], shares: {} }, marks = [];
 const curves = Object.create(null);  // a metric may be named constructor
 let fileNumber = 0;
 
@@ -59,10 +59,10 @@ const sections = {
   warnings({ warnings }) { fill($("#warnings"), warnings.map((text) => h("li", {}, text))); },
   read({ share: part }) { say($("#link"), part < 1 ? `reading the events: ${share(part)}` : data ? "a copy" : state.status === "running" ? "live" : ""); },
   curves(news) {
-    for (const [name, [replace, [steps, times, values]]] of Object.entries(news)) {
-      const own = curves[name] = replace || !curves[name] ? { steps: [], times: [], values: [] } : curves[name];
+    for (const [name, [replace, [steps, times, values, means]]] of Object.entries(news)) {
+      const own = curves[name] = replace || !curves[name] ? { steps: [], times: [], values: [], means: [] } : curves[name];
       const last = own.steps.length ? own.steps[own.steps.length - 1] : -Infinity;
-      steps.forEach((step, i) => { if (step > last || replace) { own.steps.push(step); own.times.push(times[i]); own.values.push(values[i]); } });
+      steps.forEach((step, i) => { if (step > last || replace) { own.steps.push(step); own.times.push(times[i]); own.values.push(values[i]); own.means.push(means.length ? means[i] : values[i]); } });
     }
     redraw();
   },
@@ -70,7 +70,7 @@ const sections = {
 // The run folder was made anew: what was read of the run before is no longer true.
 function forget() {
   for (const name of Object.keys(curves)) delete curves[name];
-  clearCharts();
+  clearCharts(); readSettings();
 }
 // Once a second: what changes without an event.
 function tick() {
@@ -104,63 +104,82 @@ function drawLane(canvas) {
 // --- curves
 
 const charts = Object.create(null);
+const others = new Map();  // by run: another run whose curves are drawn, too, as { began, curves, colour }
+const drawn = () => [...others.values()].filter((one) => one.curves);  // the others have not arrived yet
+const COLOURS = ["purple", "orange", "green", "red", "text", "faint"];
 let by = "step", waiting = 0;
+let smoothing = Number($("#smoothing").value);  // a browser may keep it over a reload
 const xs = (curve, began) => by === "step" ? curve.steps : curve.times.map((t) => t - began);
 function redraw() {  // at most once a frame, however many sections came
   if (!waiting) waiting = requestAnimationFrame(() => { waiting = 0; Object.keys(curves).sort(order).forEach(draw); document.body.dataset.drawn = Object.keys(charts).length; window.raydist.drawn ??= performance.now(); });
 }
-const order = (a, b) => (b === "loss") - (a === "loss") || (a === "steps/s") - (b === "steps/s") || a.localeCompare(b);
-const series = ([steps, times, values], began) => [xs({ steps, times }, began), values];
-const pair = (mine, theirs) => theirs ? uPlot.join([mine, theirs]) : [...mine, mine[0].map(() => null)];
-function columns(name) {
-  const { steps, times, values } = curves[name], theirs = other && other.curves[name];
-  return pair(series([steps, times, values], state.began), theirs && series(theirs[1], other.began));
+const groupOrder = (a, b) => (a === "") - (b === "") || a.localeCompare(b);
+const order = (a, b) => groupOrder(groupOf(a), groupOf(b)) || (b === "loss") - (a === "loss") || (a === "steps/s") - (b === "steps/s") || a.localeCompare(b);
+const points = (curve, began) => ({ x: xs(curve, began), values: curve.values, means: curve.means });
+const fromPiece = ([steps, times, values, means], began) => points({ steps, times, values, means: means.length ? means : values }, began);
+// The columns of a chart: the values of each run, and then, if wanted, those values smoothed.
+function columns(name, mine, theirs) {
+  const lines = [mine, ...theirs.map((one) => one || { x: [], values: [], means: [] })], whole = xs(curves[name], state.began);
+  const tables = lines.map(({ x, values }) => [x, values]);
+  if (smoothing) tables.push(...lines.map(({ x, means }) => [x, smooth(x, means, smoothing, whole.at(-1) - whole[0])]));
+  const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
+  return charts[name].log ? joined.map((column, i) => i ? column.map((value) => value > 0 || value === undefined ? value : null) : column) : joined;
 }
+const wantsLog = (name) => $("#logarithmic").checked && curves[name].values.some((value) => value > 0);
 function draw(name) {
+  if (charts[name] && charts[name].log !== wantsLog(name)) removeChart(name);
   const chart = charts[name] || (charts[name] = makeChart(name));
-  const values = curves[name].values, last = values[values.length - 1];
-  chart.value.textContent = last === null ? "not a number" : four(last);
-  if (!chart.zoomed) chart.plot.setData(columns(name));
+  if (chart.zoomed || chart.figure.hidden || !chart.figure.closest("details").open) return;
+  chart.plot.setData(columns(name, points(curves[name], state.began), drawn().map(({ curves: found, began }) => found[name] && fromPiece(found[name][1], began))));
+  readOut(chart.plot, name, chart.value);
 }
 function makeChart(name) {
-  const value = h("span", { className: "faint" }), box = h("div"), chart = { value, zoomed: null };
-  const figure = h("figure", {}, h("figcaption", {}, h("span", {}, name), value), box);
+  const value = h("span", { className: "read" }), box = h("div"), chart = { value, zoomed: null, log: wantsLog(name) };
+  const save = h("button", { className: "link", type: "button", title: `the points of ${name} as CSV`, onclick: () => saveCurve(name) }, "CSV");
+  const figure = h("figure", {}, h("figcaption", {}, h("span", {}, name), value, save), box);
   figure.dataset.name = name;
-  const after = Object.keys(charts).filter((one) => order(one, name) > 0).sort(order)[0];
-  after ? charts[after].figure.before(figure) : $("#charts").append(figure);
-  const line = (name) => ({ stroke: () => colour(name), width: 1.5, points: { size: 4 }, spanGaps: name === "purple" || !!other });
+  const within = groupBox(groupOf(name)), after = [...within.children].find((one) => order(one.dataset.name, name) > 0);
+  after ? after.before(figure) : within.append(figure);
+  const runs = ["blue", ...drawn().map((one) => one.colour)], faint = smoothing ? "40" : "";
+  const line = (of, more = "") => ({ stroke: () => colour(of) + more, width: more ? 1 : 1.5, points: { size: 4, ...more ? { show: false } : {} } });
   chart.plot = new uPlot({
-    width: box.clientWidth || 420, height: 200, scales: { x: { time: false } }, series: [{}, line("blue"), line("purple")],
-    axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((t) => by === "time" ? clock(t) : t) }, axis],
+    width: box.clientWidth || 420, height: 200, scales: { x: { time: false }, y: { distr: chart.log ? 3 : 1 } },
+    series: [{}, ...runs.map((of) => line(of, faint)), ...faint ? runs.map((of) => line(of)) : []],
+    axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((t) => by === "time" ? clock(t) : t) }, chart.log ? { ...axis, values: (_, ticks) => ticks.map((t) => t === null ? null : four(t)) } : axis],
     cursor: { drag: { x: true, y: false }, sync: { key: "x" } },
     hooks: { draw: [drawMarks], setSelect: [(plot) => zoomTo(name, chart, plot)], setCursor: [(plot) => readOut(plot, name, value)] },
-  }, [[], [], []], box);
-  new ResizeObserver(() => chart.plot.setSize({ width: box.clientWidth, height: 200 })).observe(box);
+  }, [[], ...runs.map(() => []), ...faint ? runs.map(() => []) : []], box);
+  new ResizeObserver(() => box.clientWidth && chart.plot.setSize({ width: box.clientWidth, height: 200 })).observe(box);
   const all = () => { chart.zoomed = null; draw(name); };
   box.addEventListener("dblclick", all);
   chartKeys(box, name, chart.plot, () => { const x = xs(curves[name], state.began); return [x[0], x.at(-1)]; }, (from, to) => stretch(name, chart, from, to), all);
+  figure.hidden = !isWanted(name);
   return Object.assign(chart, { figure });
 }
-function readOut(plot, name, value) {
-  const i = plot.cursor.idx;
-  if (i === null || i === undefined) { value.textContent = four(curves[name].values.at(-1)); return; }
-  const x = plot.data[0][i];
-  value.textContent = `${by === "time" ? clock(x) : `step ${x}`}: ${four(plot.data[1][i])}${other ? ` / ${four(plot.data[2][i])}` : ""}`;
+// What the chart shows under the pointer, else its newest values: of each run, smoothed if that is wanted.
+function readOut(plot, name, where) {
+  const i = plot.cursor.idx, at = i ?? plot.data[0].length - 1, count = 1 + drawn().length, last = i === null || i === undefined;
+  const column = (run) => plot.data[run + 1 + (smoothing ? count : 0)];
+  const value = (run) => last ? column(run)?.findLast((one) => one !== undefined) : column(run)?.[at];
+  const text = (one) => one !== null ? four(one) : charts[name]?.log ? "not above 0" : "not a number";
+  const x = plot.data[0][at];
+  fill(where, last ? "" : `${by === "time" ? clock(x) : `step ${x}`}: `,
+    ["blue", ...drawn().map((one) => one.colour)].map((of, run) => h("span", { className: drawn().length ? of : "" }, text(value(run)), " ")));
 }
 function zoomTo(name, chart, plot) {
   if (plot.select.width >= 3) stretch(name, chart, plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
 }
 // A stretch of a curve: its points come in full, as far as a screen can show them.
 async function stretch(name, chart, from, to) {
-  const { plot } = chart, wanted = chart.zoomed = {};
+  const { plot } = chart, wanted = chart.zoomed = [from, to];
   plot.setScale("x", { min: from, max: to });
   if (data) return;
   const read = async (run, began) => {
     const offset = by === "time" ? began : 0, { curves: found } = await json("curves", { ...run, by, from: from + offset, to: to + offset });
-    return found[name] && series(found[name][1], began);
+    return found[name] && fromPiece(found[name][1], began);
   };
-  const [mine, theirs] = await Promise.all([read({}, state.began), other && read({ run: $("#other").value }, other.began)]);
-  if (chart.zoomed === wanted && mine[0].length) { plot.setData(pair(mine, theirs), false); plot.setScale("x", { min: from, max: to }); }
+  const [mine, ...theirs] = await Promise.all([read({}, state.began), ...[...others].filter(([, one]) => one.curves).map(([run, { began }]) => read({ run }, began))]);
+  if (chart.zoomed === wanted && mine?.x.length) { plot.setData(columns(name, mine, theirs), false); plot.setScale("x", { min: from, max: to }); }
 }
 function drawMarks(plot) {
   const { ctx: context, bbox } = plot, kinds = { restart: ["red", 1, 0], save: ["green", .06, .94], evaluation: ["orange", .06, 0] };
@@ -173,17 +192,86 @@ function drawMarks(plot) {
   }
   context.restore();
 }
+async function saveCurve(name) {
+  const { steps, times, values } = curves[name], lines = steps.map((step, i) => `${step},${times[i]},${values[i] ?? "nan"}\n`);
+  const copy = () => URL.createObjectURL(new Blob(["step,time,value\n", ...lines], { type: "text/csv" }));
+  h("a", { href: data ? copy() : url("csv", { name }), download: `${state.name}-${name}.csv`.replace(/[^\w.-]+/g, "_") }).click();
+}
+
+// --- which charts are shown, and how
+
+// The charts of one group, by the part of their names before the slash, in a box that can be closed.
+function groupBox(group) {
+  const boxes = [...$("#charts").children], found = boxes.find((one) => one.dataset.group === group);
+  if (found) return found.lastChild;
+  const made = h("details", { open: true, ontoggle: redraw }, h("summary", {}, group || "others"), h("div", { className: "grid" }));
+  made.dataset.group = group;
+  const after = boxes.find((one) => groupOrder(one.dataset.group, group) > 0);
+  after ? after.before(made) : $("#charts").append(made);
+  $("#charts").classList.toggle("one", boxes.length === 0 && !group);
+  return made.lastChild;
+}
+const isWanted = (name) => matches($("#find").value)(name);
+function find() {
+  for (const [name, { figure }] of Object.entries(charts)) figure.hidden = !isWanted(name);
+  for (const box of $("#charts").children) box.hidden = ![...box.lastChild.children].some((one) => !one.hidden);
+  say($("#none"), Object.keys(charts).some(isWanted) ? "" : "no curve has such a name");
+  redraw();
+}
+// Makes the charts anew, with other lines or another axis; what is zoomed stays so.
+function remake() {
+  const zoomed = Object.entries(charts).map(([name, { zoomed: stays }]) => [name, stays]).filter(([, stays]) => stays);
+  const closed = [...$("#charts").children].filter((one) => !one.open).map((one) => one.dataset.group);
+  clearCharts();
+  Object.keys(curves).sort(order).forEach(draw);
+  for (const box of $("#charts").children) box.open = !closed.includes(box.dataset.group);
+  find();
+  for (const [name, [from, to]] of zoomed) stretch(name, charts[name], from, to);
+}
+function redrawAll() {
+  redraw();
+  for (const [name, chart] of Object.entries(charts)) if (chart.zoomed) stretch(name, chart, ...chart.zoomed);
+}
+function removeChart(name) { charts[name].zoomed = null; charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }  // what is still read for it comes to nothing
+function clearCharts() { Object.keys(charts).forEach(removeChart); fill($("#charts")); }
+
 document.querySelectorAll("[name=by]").forEach((button) => button.addEventListener("change", () => {
   by = button.value; Object.values(charts).forEach((chart) => { chart.zoomed = null; }); redraw();
 }));
-$("#other").addEventListener("change", async ({ target }) => {
-  other = target.value ? await json("curves", { run: target.value }) : null;
-  $("#legend-other").hidden = !other;
-  clearCharts(); redraw();
+$("#find").addEventListener("input", find);
+$("#logarithmic").addEventListener("change", remake);
+say($("#smoothed"), String(smoothing));
+$("#smoothing").addEventListener("input", ({ target }) => {
+  const before = smoothing;
+  smoothing = Number(target.value);
+  say($("#smoothed"), target.value);
+  if (before > 0 === smoothing > 0) redrawAll(); else remake();  // with the original beside it a chart has more lines
 });
-function clearCharts() {
-  for (const name of Object.keys(charts)) { charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }
+
+// --- other runs in the same charts
+
+async function addOther(run) {
+  if (others.has(run) || others.size === COLOURS.length) return;
+  const used = [...others.values()].map((one) => one.colour);
+  others.set(run, { began: 0, curves: null, settings: {}, colour: COLOURS.find((one) => !used.includes(one)) });
+  await readOther(run);
 }
+async function readOther(run) {
+  const found = await Promise.all([json("curves", { run }), json("settings", { run })]).catch(() => null);
+  if (!found) others.delete(run); else if (others.has(run)) Object.assign(others.get(run), found[0], { settings: found[1].values });
+  showOthers();
+}
+function dropOther(run) { others.delete(run); showOthers(); }
+function showOthers() {
+  fill($("#others"), [...others].map(([run, { colour: of }]) => h("span", { className: of }, h("i"), " ", run, " ",
+    h("button", { className: "link", type: "button", title: `without ${run}`, onclick: () => dropOther(run) }, "×"))));
+  const words = new URLSearchParams(location.search);
+  words.delete("with");
+  for (const run of others.keys()) words.append("with", run);
+  history.replaceState(null, "", `?${words}${location.hash}`);
+  remake(); showSettings(); list.draw();
+}
+$("#other").addEventListener("change", async ({ target }) => { const run = target.value; target.value = ""; if (run) await addOther(run); });
 
 // --- pages of failures, logs
 
@@ -219,9 +307,32 @@ let logSeen = false;  // on a large screen it is before the first news
 const openSeenLog = () => { if (logSeen && !log && state.status) openLog(); };
 new IntersectionObserver(([seen]) => { logSeen = seen.isIntersecting; openSeenLog(); }).observe($("#log"));
 
+// --- settings
+
+let own = { typed: [], values: {} };
+async function readSettings() {
+  own = data ? data.settings : await json("settings").catch(() => own);
+  showSettings();
+}
+function showSettings() {
+  fill($("#typed"), own.typed.length ? own.typed.map((text) => [h("code", {}, text), " "]).flat() : "nothing");
+  const arrived = [...others].filter(([, one]) => one.curves), compared = [own.values, ...arrived.map(([, one]) => one.settings)], wanted = matches($("#setting").value);
+  const names = [...new Set(compared.flatMap((one) => Object.keys(one)))];
+  const differs = (name) => name !== "dir" && compared.some((one) => one[name] !== own.values[name]);
+  const shown = names.filter((name) => (!arrived.length || !$("#differing").checked || differs(name)) && (wanted(name) || compared.some((one) => wanted(one[name] ?? ""))));
+  $("#differing").parentElement.hidden = !arrived.length;
+  table($("#settings table"), [["setting"], ["this run"], ...arrived.map(([run]) => [run])], shown.map((name) => [name, ...compared.map((one) => one[name] ?? "")]), shown);
+  say($("#same"), !names.length ? "the run folder has no settings" : shown.length ? "" : arrived.length && !$("#setting").value ? "no setting differs" : "no setting has such a name or value");
+}
+$("#setting").addEventListener("input", showSettings);
+$("#differing").addEventListener("change", showSettings);
+
 // --- the list of runs
 
 const sweepPage = (run) => `sweep.html?sweep=${encodeURIComponent(run)}`;
+const runPage = (run, others = []) => `?${new URLSearchParams([["run", run], ...others.map((one) => ["with", one])])}`;
+let list = null;
+const picks = new Set();  // in a list of runs: those that shall be compared
 async function listRuns() {
   const { runs, first, folder, sweep } = await json("runs"), here = query.get("run") || first;
   const whole = sweep ? "sweep.html" : runs.filter((row) => row.sweep && here.startsWith(`${row.run}/`)).map((row) => sweepPage(row.run))[0];
@@ -231,15 +342,23 @@ async function listRuns() {
   $("#beside").hidden = runs.length < 2;
   $("#runs").hidden = runs.length < 2;
   if (!here) { document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; }); $("#link").textContent = folder; $("#runs").hidden = false; }
-  showRuns(runs, here);
-  setInterval(async () => { if (!document.hidden) showRuns((await json("runs")).runs, here); }, 10000);
+  const pick = (run, yes) => { if (here) yes ? addOther(run) : dropOther(run); else { yes ? picks.add(run) : picks.delete(run); $("#compare").hidden = !picks.size; } };
+  list = runsList({ here, pick, picked: (run) => here ? others.has(run) : picks.has(run), link: ({ run, sweep: many }) => many ? sweepPage(run) : runPage(run) });
+  list.show(runs);
+  if (here) query.getAll("with").forEach(addOther);
+  setInterval(async () => { if (!document.hidden) freshen((await json("runs")).runs); }, 10000);
   return here;
 }
-function showRuns(runs, here) {
-  table($("#runs table"), [["run"], ["status"], ["last event"], ["result"]], runs.slice(0, here ? 12 : 500).map(({ run, status, changed, text, sweep: many }) =>
-    [run === here ? h("strong", {}, run) : h("a", { href: many ? sweepPage(run) : `?run=${encodeURIComponent(run)}` }, run), status, new Date(changed * 1000).toLocaleString(), text]),
-    runs.slice(0, here ? 12 : 500).map(({ run }) => run));
+// The list as it is now; other runs that go on are read again.
+function freshen(runs) {
+  list.show(runs);
+  for (const { run, changed } of runs) {
+    const known = others.get(run);
+    if (known?.changed && known.changed !== changed) readOther(run);
+    if (known) known.changed = changed;
+  }
 }
+$("#compare").addEventListener("click", () => { const [first, ...more] = picks; location.search = runPage(first, more); });
 
 // --- keys, start
 
@@ -256,8 +375,10 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { dr
 if (data) {
   $("#beside").hidden = true;
   for (const [name, section] of Object.entries(data.sections)) sections[name](section);
+  readSettings();
 } else {
   const stream = () => {
+    readSettings();
     follow(() => url("stream"), sections, "state");
     setInterval(tick, 1000);
   };
