@@ -66,7 +66,8 @@ class Page(NamedTuple):
 
     def open(self, link: str = "") -> None:
         self.browser.open(link or f"{self.link}?run=one")
-        self.browser.wait_until("raydist?.charts['train/loss'] && raydist.charts.lr")
+        # all of it: the page draws what has come so far
+        self.browser.wait_until(f"raydist?.charts.lr?.plot.data[0].at(-1) == {STEPS}")
 
     def set(self, where: str, text: str | bool) -> None:
         """Type into a field, or tick it, as a person does."""
