@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,10 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on thi
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars")  # fmt: skip
 PATIENCE_S = 120.0
+
+
+class PageLeft(Exception):
+    """The page was left while an expression was evaluated, so it has no value."""
 
 
 class Browser:
@@ -128,9 +133,10 @@ class Browser:
         while True:
             message = json.loads((await self._socket.receive()).data)
             if message.get("id") == self._number:
-                if "navigated" in message.get("error", {}).get("message", ""):
-                    return {"result": {}}  # of a page that was left meanwhile: no value
-                assert "error" not in message, message
+                why = message.get("error", {}).get("message", "")
+                if any(word in why for word in ("navigated", "context")):
+                    raise PageLeft(why)
+                assert not why, message
                 return message["result"]
             self._note(message.get("method", ""), message.get("params", {}))
 
@@ -145,8 +151,19 @@ class Browser:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def open(self, url: str) -> None:
-        """Open an address."""
-        self.call("Page.navigate", url=url)
+        """Open an address, and wait until the page that was there before is gone."""
+        document = self.call("Page.navigate", url=url).get("loaderId")
+        end = time.monotonic() + PATIENCE_S
+        while document and document != self._document():  # none: only the part after # differs
+            assert time.monotonic() < end, f"{url} does not open"
+            time.sleep(0.1)
+
+    def _document(self) -> str:
+        """Return Chromium's id of what the page shows."""
+        try:
+            return str(self.call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"])
+        except PageLeft:
+            return ""
 
     def resize(self, width: int, height: int) -> None:
         self.call(
@@ -174,8 +191,9 @@ class Browser:
         began = time.monotonic()
         safe = f"(() => {{ try {{ return !!({expression}); }} catch {{ return false; }} }})()"
         while time.monotonic() - began < timeout:
-            if self.value(safe):
-                return time.monotonic() - began
+            with contextlib.suppress(PageLeft):  # the condition is one of the page that comes
+                if self.value(safe):
+                    return time.monotonic() - began
             time.sleep(0.1)
         raise AssertionError(f"not {expression} within {timeout} s: {self.errors}\n{self.text()}")
 

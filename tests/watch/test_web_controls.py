@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from raydist.shared import kinds
-from raydist.watch.web.saved_settings import CONFIG, TYPED
+from raydist.watch.web.saved_settings import CONFIG, OVERRIDES
 from tests.browser import PATIENCE_S, Browser, needs_chromium
 from tests.records import event
-from tests.scenarios.test_watch_page import assert_only_local, watching
+from tests.scenarios.test_watch_page import assert_only_local, status_of, watching
 from tests.waiting import wait_until
 
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -43,7 +43,7 @@ def write_run(folder: Path, steps: int, lr: str, status: str = "finished") -> No
     (folder / ".hydra").mkdir(parents=True)
     settings = f"name: <b>job</b>\noptim:\n  name: sgd\n  lr: {lr}\ndir: {folder}\n"
     (folder / CONFIG).write_text(settings)
-    (folder / TYPED).write_text(f"- optim.lr={lr}\n")
+    (folder / OVERRIDES).write_text(f"- optim.lr={lr}\n")
     slots = [{"rank": 0, "host": "h", "ip": "10.0.0.1", "node": "n"}]
     events = [
         event("run", name="job", dir=str(folder), target="x", pages=0),
@@ -89,6 +89,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     write_run(runs / "two", 50, "0.01")
     write_run(runs / "three", 300, "0.5", "failed")
     with watching(folder, "runs/job") as link, Browser() as browser:
+        # Its server then has all points, so that a page gets a thinned curve. On a busy machine a
+        # page gets what was read so far, and then each further point.
+        assert status_of(f"{link}curves?run=one")[0] == 200
         yield Page(folder, link, browser)
 
 
@@ -194,7 +197,7 @@ def test_settings_and_how_they_differ_from_another_run(page: Page) -> None:
     browser = page.browser
     page.open(f"{page.link}?run=one&with=two")
     browser.wait_until(f"{TABLE}.join('|') == 'optim.lr,0.1,0.01'")
-    assert browser.text("#typed") == "optim.lr=0.1"
+    assert browser.text("#overrides") == "optim.lr=0.1"
     page.set("#differing", False)
     browser.wait_until(f"{TABLE}.length == 4")
     assert browser.value(TABLE)[0] == "name,<b>job</b>,<b>job</b>"
@@ -236,3 +239,27 @@ def test_the_list_of_runs_is_sorted_filtered_and_compared(page: Page) -> None:
     browser.wait_until("location.search == '?run=three&with=two'")
     browser.wait_until("raydist.charts?.lr?.plot.data.length == 3")
     assert_only_local(browser)
+
+
+def test_another_run_that_continues_is_read_again_where_it_stands(
+    page: Page, tmp_path: Path
+) -> None:
+    """Its charts are the same ones, with the focus of whoever uses them."""
+    runs, browser = tmp_path / "runs/job", page.browser
+    write_run(runs / "one", 100, "0.1")
+    write_run(runs / "two", 50, "0.1")
+    with watching(tmp_path, "runs/job") as link:
+        browser.open(f"{link}?run=one&with=two")
+        two = "raydist.charts.lr.plot.data[2].filter((value) => value !== undefined).length"
+        browser.wait_until(f"{two} == 50")
+        browser.wait_until("document.querySelectorAll('#runs tbody tr').length == 2")
+        browser.value("void (window.held = document.querySelector('[data-name=lr] button'))")
+        browser.value("window.held.focus()")
+        browser.new_tab("about:blank")
+        with (runs / "two/events.jsonl").open("a") as file:
+            more = kinds.Report(rank=0, step=51, values=values(51))
+            file.write(json.dumps({**more.to_json(), "t": 1.7e9 + 53}) + "\n")
+        browser.show_tab(0)
+        browser.wait_until(f"{two} == 51")
+        assert browser.value("document.activeElement === window.held")
+        assert_only_local(browser)

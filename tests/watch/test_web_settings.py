@@ -9,7 +9,14 @@ import pytest
 from raydist.shared import kinds
 from raydist.shared.events import Events
 from raydist.watch.web.runs import list_rows
-from raydist.watch.web.saved_settings import CONFIG, TYPED, differing, read_settings, setting_texts
+from raydist.watch.web.saved_settings import (
+    CONFIG,
+    OVERRIDES,
+    differing,
+    masked_override,
+    read_settings,
+    setting_texts,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +57,37 @@ def test_files_that_hold_no_settings(tmp_path: Path, text: str) -> None:
     assert read_settings(tmp_path) == ([], {})
 
 
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("optim.lr=1e-3", "optim.lr=1e-3"),
+        ("++env.HF_TOKEN='${raydist.secret:env.HF_TOKEN}'", "++env.HF_TOKEN=***"),
+        ("+job.args.api_key=abc", "+job.args.api_key=***"),
+        ("data.url=s3://me:word@store/x", "data.url=s3://me:***@store/x"),
+        ("job.args.max_tokens=9", "job.args.max_tokens=9"),
+        ("~env", "~env"),
+    ],
+)
+def test_an_override_has_no_secret(typed: str, shown: str) -> None:
+    assert masked_override(typed) == shown
+
+
+def test_settings_have_no_secrets_even_if_their_file_has(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / CONFIG).write_text(
+        "env: {API_KEY: abc, HOME: x}\nargs: [--token, abc, --seed, '1']\n"
+    )
+    (tmp_path / OVERRIDES).write_text("- env.API_KEY=abc\n")
+    assert read_settings(tmp_path) == (
+        ["env.API_KEY=***"],
+        {"env.API_KEY": "***", "env.HOME": "x", "args": "[--token, ***, --seed, 1]"},
+    )
+
+
 def write(folder: Path, lr: str, *reports: kinds.Event) -> None:
     (folder / ".hydra").mkdir(parents=True)
     (folder / CONFIG).write_text(f"seed: 0\nhalf: true\noptim:\n  lr: {lr}\ndir: {folder}\n")
-    (folder / TYPED).write_text(f"- optim.lr={lr}\n")
+    (folder / OVERRIDES).write_text(f"- optim.lr={lr}\n")
     with Events(folder / "events.jsonl") as events:
         events.add(kinds.Run(name="job", dir=str(folder)))
         for each in reports:
@@ -69,7 +103,7 @@ def test_the_list_has_last_values_and_the_settings_that_differ(tmp_path: Path) -
         status="finished", metrics={"loss": 1, "accuracy": 0.75, "bad": float("nan")}
     )
     write(tmp_path / "two", "0.1", report, done)
-    assert read_settings(tmp_path / "one").typed == ["optim.lr=1e-3"]
+    assert read_settings(tmp_path / "one").overrides == ["optim.lr=1e-3"]
     rows = {row["run"]: row for row in list_rows(tmp_path)}
     assert rows["one"]["values"] == {"loss": 2.0, "accuracy": 0.5}
     assert rows["two"]["values"] == {"loss": 1.0, "accuracy": 0.75}

@@ -6,28 +6,40 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raydist.settings.secrets import masked
+
 CONFIG = ".hydra/config.yaml"
 """All settings of a run, without the values of secrets."""
-TYPED = ".hydra/overrides.yaml"
+OVERRIDES = ".hydra/overrides.yaml"
 """What was typed, as a list of `key=value`."""
-OWN = ("dir",)
+ALWAYS_DIFFERENT = ("dir",)
 """Settings that differ between any two runs."""
 
 
 class SavedSettings(NamedTuple):
     """The settings of a run; empty if its folder has none."""
 
-    typed: list[str]
+    overrides: list[str]
     values: dict[str, str]
     """By the full name of a setting, its value as it stands in the file."""
 
 
 def read_settings(folder: Path) -> SavedSettings:
-    """Return the settings in a run folder."""
-    typed = _read_yaml(folder / TYPED)
-    lines = [str(each) for each in typed] if isinstance(typed, list) else []
-    config = _read_yaml(folder / CONFIG)
-    return SavedSettings(lines, dict(setting_texts(config)) if isinstance(config, dict) else {})
+    """Return the settings in a run folder, without the values of secrets.
+
+    The files of a run have none, but another program may have written these.
+    """
+    overrides, config = _read_yaml(folder / OVERRIDES), _read_yaml(folder / CONFIG)
+    return SavedSettings(
+        [masked_override(str(each)) for each in overrides] if isinstance(overrides, list) else [],
+        dict(setting_texts(masked(config))) if isinstance(config, dict) else {},
+    )
+
+
+def masked_override(text: str) -> str:
+    """Return `key=value` with a mask in place of the secrets in the value."""
+    key, equals, value = text.partition("=")
+    return f"{key}{equals}{masked(value, key.lstrip('+~'))}"
 
 
 def _read_yaml(path: Path) -> Any:
@@ -65,5 +77,7 @@ def differing(runs: Sequence[Mapping[str, str]]) -> list[str]:
     A run without any settings, of a folder without the file, does not count.
     """
     known = [settings for settings in runs if settings]
-    names = dict.fromkeys(name for settings in known for name in settings if name not in OWN)
+    names = dict.fromkeys(
+        name for settings in known for name in settings if name not in ALWAYS_DIFFERENT
+    )
     return [name for name in names if len({settings.get(name) for settings in known}) > 1]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from raydist.watch.web.follow import SHARED, TURN_S, Fetch, FollowedRun, Viewer, is_here
 from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
-from raydist.watch.web.saved_settings import CONFIG, TYPED, SavedSettings, read_settings
+from raydist.watch.web.saved_settings import CONFIG, OVERRIDES, SavedSettings, read_settings
 from raydist.watch.web.sweep import FollowedSweep, SweepViewer, is_sweep
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class PageServer:
         )
 
     async def settings(self, request: web.Request) -> web.Response:
-        """Return the saved settings of a run: what was typed, and all values."""
+        """Return the saved settings of a run: the overrides, and all values."""
         return as_json((await run_settings(self.run(request)))._asdict())
 
     async def file(self, request: web.Request) -> web.Response:
@@ -276,7 +276,7 @@ class PageServer:
 
 async def run_settings(run: FollowedRun) -> SavedSettings:
     """Return the settings in a run folder that may be elsewhere."""
-    for name in (CONFIG, TYPED):
+    for name in (CONFIG, OVERRIDES):
         with contextlib.suppress(OSError):
             await run.fetch(name, whole=True)
     return await asyncio.to_thread(read_settings, run.folder)

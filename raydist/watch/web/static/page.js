@@ -117,20 +117,24 @@ const groupOrder = (a, b) => (a === "") - (b === "") || a.localeCompare(b);
 const order = (a, b) => groupOrder(groupOf(a), groupOf(b)) || (b === "loss") - (a === "loss") || (a === "steps/s") - (b === "steps/s") || a.localeCompare(b);
 const points = (curve, began) => ({ x: xs(curve, began), values: curve.values, means: curve.means });
 const fromPiece = ([steps, times, values, means], began) => points({ steps, times, values, means: means.length ? means : values }, began);
+// All points of a curve, by run: this one, then the others; undefined if a run has no such curve.
+const allPoints = (name) => [points(curves[name], state.began), ...drawn().map((one) => one.curves[name] && fromPiece(one.curves[name][1], one.began))];
 // The columns of a chart: the values of each run, and then, if wanted, those values smoothed.
-function columns(name, mine, theirs) {
-  const lines = [mine, ...theirs.map((one) => one || { x: [], values: [], means: [] })], whole = xs(curves[name], state.began);
+function columns(name, runs) {
+  const lines = runs.map((one) => one || { x: [], values: [], means: [] }), whole = xs(curves[name], state.began);
   const tables = lines.map(({ x, values }) => [x, values]);
   if (smoothing) tables.push(...lines.map(({ x, means }) => [x, smooth(x, means, smoothing, whole.at(-1) - whole[0])]));
   const joined = tables.length > 1 ? uPlot.join(tables) : tables[0];
-  return charts[name].log ? joined.map((column, i) => i ? column.map((value) => value > 0 || value === undefined ? value : null) : column) : joined;
+  if (!charts[name].log) return joined;
+  const [x, ...values] = joined;
+  return [x, ...values.map((column) => column.map((value) => value > 0 || value === undefined ? value : null))];
 }
 const wantsLog = (name) => $("#logarithmic").checked && curves[name].values.some((value) => value > 0);
 function draw(name) {
   if (charts[name] && charts[name].log !== wantsLog(name)) removeChart(name);
   const chart = charts[name] || (charts[name] = makeChart(name));
   if (chart.zoomed || chart.figure.hidden || !chart.figure.closest("details").open) return;
-  chart.plot.setData(columns(name, points(curves[name], state.began), drawn().map(({ curves: found, began }) => found[name] && fromPiece(found[name][1], began))));
+  chart.plot.setData(columns(name, allPoints(name)));
   readOut(chart.plot, name, chart.value);
 }
 function makeChart(name) {
@@ -169,17 +173,25 @@ function readOut(plot, name, where) {
 function zoomTo(name, chart, plot) {
   if (plot.select.width >= 3) stretch(name, chart, plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
 }
-// A stretch of a curve: its points come in full, as far as a screen can show them.
+// Zooms: the points of the stretch come in full, as far as a screen can show them.
 async function stretch(name, chart, from, to) {
-  const { plot } = chart, wanted = chart.zoomed = [from, to];
-  plot.setScale("x", { min: from, max: to });
+  const zoomed = chart.zoomed = { from, to, points: null };
+  chart.plot.setScale("x", { min: from, max: to });
   if (data) return;
   const read = async (run, began) => {
     const offset = by === "time" ? began : 0, { curves: found } = await json("curves", { ...run, by, from: from + offset, to: to + offset });
     return found[name] && fromPiece(found[name][1], began);
   };
-  const [mine, ...theirs] = await Promise.all([read({}, state.began), ...[...others].filter(([, one]) => one.curves).map(([run, { began }]) => read({ run }, began))]);
-  if (chart.zoomed === wanted && mine?.x.length) { plot.setData(columns(name, mine, theirs), false); plot.setScale("x", { min: from, max: to }); }
+  const arrived = [...others].filter(([, one]) => one.curves);
+  const runs = await Promise.all([read({}, state.began), ...arrived.map(([run, { began }]) => read({ run }, began))])
+    .catch(() => []);  // the server has ended: what is here stays
+  if (chart.zoomed !== zoomed || !runs[0]?.x.length) return;
+  zoomed.points = runs;
+  drawStretch(name, chart);
+}
+function drawStretch(name, { plot, zoomed: { from, to, points: runs } }) {
+  plot.setData(columns(name, runs || allPoints(name)), false);
+  plot.setScale("x", { min: from, max: to });
 }
 function drawMarks(plot) {
   const { ctx: context, bbox } = plot, kinds = { restart: ["red", 1, 0], save: ["green", .06, .94], evaluation: ["orange", .06, 0] };
@@ -218,21 +230,21 @@ function find() {
   say($("#none"), Object.keys(charts).some(isWanted) ? "" : "no curve has such a name");
   redraw();
 }
-// Makes the charts anew, with other lines or another axis; what is zoomed stays so.
+// Makes the charts anew, with other lines or another axis; what is zoomed or closed stays so, and the page stays where it is.
 function remake() {
-  const zoomed = Object.entries(charts).map(([name, { zoomed: stays }]) => [name, stays]).filter(([, stays]) => stays);
-  const closed = [...$("#charts").children].filter((one) => !one.open).map((one) => one.dataset.group);
+  const box = $("#charts"), zoomed = zoomedCharts().map(([name, chart]) => [name, chart.zoomed]);
+  const closed = [...box.children].filter((one) => !one.open).map((one) => one.dataset.group);
+  box.style.minHeight = `${box.offsetHeight}px`;
   clearCharts();
   Object.keys(curves).sort(order).forEach(draw);
-  for (const box of $("#charts").children) box.open = !closed.includes(box.dataset.group);
+  for (const one of box.children) one.open = !closed.includes(one.dataset.group);
   find();
-  for (const [name, [from, to]] of zoomed) stretch(name, charts[name], from, to);
+  box.style.minHeight = "";
+  for (const [name, { from, to }] of zoomed) stretch(name, charts[name], from, to);
 }
-function redrawAll() {
-  redraw();
-  for (const [name, chart] of Object.entries(charts)) if (chart.zoomed) stretch(name, chart, ...chart.zoomed);
-}
-function removeChart(name) { charts[name].zoomed = null; charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }  // what is still read for it comes to nothing
+const zoomedCharts = () => Object.entries(charts).filter(([, chart]) => chart.zoomed);
+// What is still being read for a removed chart comes to nothing.
+function removeChart(name) { charts[name].zoomed = null; charts[name].figure.remove(); charts[name].plot.destroy(); delete charts[name]; }
 function clearCharts() { Object.keys(charts).forEach(removeChart); fill($("#charts")); }
 
 document.querySelectorAll("[name=by]").forEach((button) => button.addEventListener("change", () => {
@@ -245,21 +257,26 @@ $("#smoothing").addEventListener("input", ({ target }) => {
   const before = smoothing;
   smoothing = Number(target.value);
   say($("#smoothed"), target.value);
-  if (before > 0 === smoothing > 0) redrawAll(); else remake();  // with the original beside it a chart has more lines
+  if (before > 0 !== smoothing > 0) { remake(); return; }  // with the original beside it a chart has more lines
+  redraw();
+  for (const [name, chart] of zoomedCharts()) drawStretch(name, chart);
 });
 
 // --- other runs in the same charts
 
+const isFull = () => others.size === COLOURS.length;
 async function addOther(run) {
-  if (others.has(run) || others.size === COLOURS.length) return;
+  if (others.has(run) || isFull()) return;
   const used = [...others.values()].map((one) => one.colour);
-  others.set(run, { began: 0, curves: null, settings: {}, colour: COLOURS.find((one) => !used.includes(one)) });
-  await readOther(run);
-}
-async function readOther(run) {
-  const found = await Promise.all([json("curves", { run }), json("settings", { run })]).catch(() => null);
-  if (!found) others.delete(run); else if (others.has(run)) Object.assign(others.get(run), found[0], { settings: found[1].values });
+  others.set(run, { began: 0, curves: null, settings: {}, colour: COLOURS.find((one) => !used.includes(one)), changed: list.row(run)?.changed });
+  if (!await readOther(run)) others.delete(run);
   showOthers();
+}
+// Reads the curves and settings of another run; returns whether they have arrived.
+async function readOther(run) {
+  const found = await Promise.all([json("curves", { run }), json("settings", { run })]).catch(() => null), other = others.get(run);
+  if (found && other) Object.assign(other, found[0], { settings: found[1].values });
+  return found !== null;
 }
 function dropOther(run) { others.delete(run); showOthers(); }
 function showOthers() {
@@ -269,6 +286,7 @@ function showOthers() {
   words.delete("with");
   for (const run of others.keys()) words.append("with", run);
   history.replaceState(null, "", `?${words}${location.hash}`);
+  $("#other").disabled = isFull();
   remake(); showSettings(); list.draw();
 }
 $("#other").addEventListener("change", async ({ target }) => { const run = target.value; target.value = ""; if (run) await addOther(run); });
@@ -309,20 +327,24 @@ new IntersectionObserver(([seen]) => { logSeen = seen.isIntersecting; openSeenLo
 
 // --- settings
 
-let own = { typed: [], values: {} };
+let own = { overrides: [], values: {} };
 async function readSettings() {
   own = data ? data.settings : await json("settings").catch(() => own);
   showSettings();
 }
 function showSettings() {
-  fill($("#typed"), own.typed.length ? own.typed.map((text) => [h("code", {}, text), " "]).flat() : "nothing");
-  const arrived = [...others].filter(([, one]) => one.curves), compared = [own.values, ...arrived.map(([, one]) => one.settings)], wanted = matches($("#setting").value);
-  const names = [...new Set(compared.flatMap((one) => Object.keys(one)))];
+  fill($("#overrides"), own.overrides.length ? own.overrides.flatMap((text) => [h("code", {}, text), " "]) : "none");
+  const arrived = [...others].filter(([, one]) => one.curves), compared = [own.values, ...arrived.map(([, one]) => one.settings)];
+  const names = [...new Set(compared.flatMap((one) => Object.keys(one)))], isWanted = matches($("#setting").value);
   const differs = (name) => name !== "dir" && compared.some((one) => one[name] !== own.values[name]);
-  const shown = names.filter((name) => (!arrived.length || !$("#differing").checked || differs(name)) && (wanted(name) || compared.some((one) => wanted(one[name] ?? ""))));
+  const isFound = (name) => isWanted(name) || compared.some((one) => isWanted(one[name] ?? ""));
+  const onlyDiffering = arrived.length && $("#differing").checked;
+  const shown = names.filter((name) => (!onlyDiffering || differs(name)) && isFound(name));
   $("#differing").parentElement.hidden = !arrived.length;
-  table($("#settings table"), [["setting"], ["this run"], ...arrived.map(([run]) => [run])], shown.map((name) => [name, ...compared.map((one) => one[name] ?? "")]), shown);
-  say($("#same"), !names.length ? "the run folder has no settings" : shown.length ? "" : arrived.length && !$("#setting").value ? "no setting differs" : "no setting has such a name or value");
+  table($("#settings table"), [["setting"], ["this run"], ...arrived.map(([run]) => [run])],
+    shown.map((name) => [name, ...compared.map((one) => one[name] ?? "")]), shown);
+  const why = onlyDiffering && !$("#setting").value ? "no setting differs" : "no setting has such a name or value";
+  say($("#same"), !names.length ? "the run folder has no settings" : shown.length ? "" : why);
 }
 $("#setting").addEventListener("input", showSettings);
 $("#differing").addEventListener("change", showSettings);
@@ -332,31 +354,45 @@ $("#differing").addEventListener("change", showSettings);
 const sweepPage = (run) => `sweep.html?sweep=${encodeURIComponent(run)}`;
 const runPage = (run, others = []) => `?${new URLSearchParams([["run", run], ...others.map((one) => ["with", one])])}`;
 let list = null;
-const picks = new Set();  // in a list of runs: those that shall be compared
+const picks = new Set();  // in a list of runs: those to compare
 async function listRuns() {
-  const { runs, first, folder, sweep } = await json("runs"), here = query.get("run") || first;
+  const news = await json("runs").catch(() => null);
+  if (!news) { say($("#link"), "not connected"); return ""; }
+  const { runs, first, folder, sweep } = news, here = query.get("run") || first;
   const whole = sweep ? "sweep.html" : runs.filter((row) => row.sweep && here.startsWith(`${row.run}/`)).map((row) => sweepPage(row.run))[0];
   if (here && runs.length > 1) $("nav").append(h("a", { href: "#runs" }, "Runs"));
   if (whole) $("nav").append(h("a", { href: whole }, "the sweep"));
   $("#other").append(...runs.filter((row) => row.run !== here && !row.sweep).map(({ run }) => h("option", { value: run }, run)));
   $("#beside").hidden = runs.length < 2;
-  $("#runs").hidden = runs.length < 2;
-  if (!here) { document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; }); $("#link").textContent = folder; $("#runs").hidden = false; }
-  const pick = (run, yes) => { if (here) yes ? addOther(run) : dropOther(run); else { yes ? picks.add(run) : picks.delete(run); $("#compare").hidden = !picks.size; } };
-  list = runsList({ here, pick, picked: (run) => here ? others.has(run) : picks.has(run), link: ({ run, sweep: many }) => many ? sweepPage(run) : runPage(run) });
+  $("#runs").hidden = Boolean(here) && runs.length < 2;
+  if (!here) {
+    document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; });
+    $("#link").textContent = folder;
+  }
+  const link = ({ run, sweep: many }) => many ? sweepPage(run) : runPage(run);
+  list = runsList(here
+    ? { here, link, isPicked: (run) => others.has(run), isFull, pick: (run, yes) => yes ? addOther(run) : dropOther(run) }
+    : { here, link, isPicked: (run) => picks.has(run), isFull: () => picks.size > COLOURS.length, pick: pickRun });
   list.show(runs);
   if (here) query.getAll("with").forEach(addOther);
-  setInterval(async () => { if (!document.hidden) freshen((await json("runs")).runs); }, 10000);
+  const refresh = () => { if (!document.hidden) json("runs").then(freshen, () => {}); };  // without its server, a page stays as it is
+  setInterval(refresh, 10000);
+  document.addEventListener("visibilitychange", refresh);
   return here;
 }
-// The list as it is now; other runs that go on are read again.
-function freshen(runs) {
+function pickRun(run, yes) {
+  if (yes) picks.add(run); else picks.delete(run);
+  $("#compare").hidden = !picks.size;
+}
+// Shows the list as it is now, and reads other runs again that continue. Their charts stay, with the focus.
+async function freshen({ runs }) {
   list.show(runs);
-  for (const { run, changed } of runs) {
-    const known = others.get(run);
-    if (known?.changed && known.changed !== changed) readOther(run);
-    if (known) known.changed = changed;
-  }
+  const news = runs.filter(({ run, changed }) => others.get(run)?.curves && others.get(run).changed !== changed);
+  for (const { run, changed } of news) others.get(run).changed = changed;
+  await Promise.all(news.map(({ run }) => readOther(run)));
+  if (!news.length) return;
+  redraw(); showSettings();
+  for (const [name, chart] of zoomedCharts()) stretch(name, chart, chart.zoomed.from, chart.zoomed.to);
 }
 $("#compare").addEventListener("click", () => { const [first, ...more] = picks; location.search = runPage(first, more); });
 

@@ -1,82 +1,115 @@
 // The list of runs: a table to sort and filter, with the settings that differ between them and their last values.
 
-// What somebody typed, as a test of a row: each word must be in it, and `lr<0.1` or `status=failed` hold for its settings and values.
+// --- filter
+
+// What somebody typed, as a test of a row: each word must be in it, and conditions such as `lr<0.1` must hold.
 function rowFilter(typed) {
-  const tests = typed.trim().split(/\s+/).filter(Boolean).map((word) => {
-    const [, name, sign, right] = word.match(/^([^<>=]+)(<=|>=|<|>|=)(.+)$/) || [];
-    if (!name) return ({ run, status, text, settings }) => [run, status, text, ...Object.entries(settings).map((pair) => pair.join("="))].some((one) => one.toLowerCase().includes(word.toLowerCase()));
-    return (row) => namedValues(row, name).some((left) => compare(left, sign, right));
-  });
+  const tests = typed.trim().split(/\s+/).filter(Boolean).map((word) => condition(word) || contains(word.toLowerCase()));
   return (row) => tests.every((test) => test(row));
 }
-// The values of a row under a name, or under the end of one: `lr` is `optim.lr`, too.
-const namedValues = ({ status, run, settings, values }, name) => Object.entries({ status, run, ...settings, ...values })
-  .filter(([key]) => key === name || key.endsWith(`.${name}`) || key.endsWith(`/${name}`)).map(([, value]) => value);
-function compare(left, sign, right) {
-  const [a, b] = [Number(left), Number(right)], text = String(left).toLowerCase() === right.toLowerCase();
-  return { "=": text || a === b, "<": a < b, ">": a > b, "<=": a <= b, ">=": a >= b }[sign];
+function contains(word) {
+  const texts = ({ run, status, text, settings }) => [run, status, text, ...Object.entries(settings).map((pair) => pair.join("="))];
+  return (row) => texts(row).some((text) => text.toLowerCase().includes(word));
 }
+function condition(word) {
+  const [, name, sign, right] = word.match(/^([^<>=]+)(<=|>=|<|>|=)(.+)$/) || [];
+  return name && ((row) => namedValues(row, name).some((left) => compare(left, sign, right)));
+}
+// The values of a row under a name, or under the end of one: `lr` is `optim.lr`, too.
+function namedValues({ status, run, settings, values }, name) {
+  const isNamed = (key) => key === name || key.endsWith(`.${name}`) || key.endsWith(`/${name}`);
+  return Object.entries({ status, run, ...settings, ...values }).filter(([key]) => isNamed(key)).map(([, value]) => value);
+}
+function compare(left, sign, right) {
+  const [a, b] = [Number(left), Number(right)], sameText = String(left).toLowerCase() === right.toLowerCase();
+  return { "=": sameText || a === b, "<": a < b, ">": a > b, "<=": a <= b, ">=": a >= b }[sign];
+}
+
+// --- order
+
 // Sorts numbers by value and before text; what is missing is last, whatever the direction.
-function sorted(rows, value, down) {
-  const missing = (one) => one === undefined || one === null || one === "", number = (one) => missing(one) ? NaN : Number(one);
+function sorted(rows, value, descending) {
+  const isMissing = (one) => one === undefined || one === null || one === "";
   return [...rows].sort((x, y) => {
     const [a, b] = [value(x), value(y)];
-    if (missing(a) || missing(b)) return missing(a) - missing(b);
-    const [m, n] = [number(a), number(b)], order = Number.isNaN(m) || Number.isNaN(n) ? String(a).localeCompare(String(b), "en", { numeric: true }) : m - n;
-    return down ? -order : order;
+    if (isMissing(a) || isMissing(b)) return isMissing(a) - isMissing(b);
+    const difference = Number(a) - Number(b);
+    const order = Number.isNaN(difference) ? String(a).localeCompare(String(b), "en", { numeric: true }) : difference;
+    return descending ? -order : order;
   });
 }
 
-const SETTINGS_SHOWN = 6, VALUES_SHOWN = 5;
+// --- the table
+
+const SETTINGS_SHOWN = 6, VALUES_SHOWN = 5, RUNS_SHOWN = 12;
 // Shows rows in the section #runs. `here`: the run of this page, "" in a list; `link(row)`: the address of a row's page;
-// `picked(run)`, `pick(run, yes)`: whether it is chosen to be drawn, and what chooses it.
-function runsList({ here, link, picked, pick }) {
-  const box = $("#runs"), chosen = new Map();  // by the name of a column: whether it is shown, if somebody said so
-  let rows = [], by = "last event", down = true, most = here ? 12 : 500;
-  const columns = () => {
-    const keys = [...new Set(rows.flatMap((row) => Object.keys(row.settings)))], names = [...new Set(rows.flatMap((row) => Object.keys(row.values)))].sort();
-    const having = (name) => rows.filter((row) => name in row.values).length, often = new Set([...names].sort((a, b) => having(b) - having(a)).slice(0, VALUES_SHOWN));
-    const shown = (column, usual) => ({ ...column, shown: chosen.get(column.name) ?? usual });
+// `isPicked(run)`, `pick(run, yes)`: whether a run is chosen to be drawn, and what chooses it; `isFull()`: no further run can be chosen.
+function runsList({ here, link, isPicked, pick, isFull }) {
+  const box = $("#runs"), select = $("#status-wanted");
+  const chosen = new Map();  // by the name of a column: whether it is shown, if somebody said so
+  let rows = [], by = "last event", descending = true, most = here ? RUNS_SHOWN : Infinity;
+
+  const statusCell = ({ status }) => h("span", { className: { finished: "good", running: "busy", stopped: "" }[status] ?? "bad" }, status);
+  function nameCell(row) {
+    const space = h("span", { className: "space" });  // in place of the box
+    if (row.run === here) return [space, h("strong", {}, row.run)];
+    const tick = { type: "checkbox", ariaLabel: `draw ${row.run}`, value: row.run, disabled: isFull() && !isPicked(row.run) };
+    return [row.sweep ? space : h("input", tick), h("a", { href: link(row) }, row.run)];
+  }
+  // All columns: those of every list, the last values of the runs, the settings that differ between them.
+  function columns() {
+    const names = (of) => [...new Set(rows.flatMap((row) => Object.keys(row[of])))];
+    const metrics = names("values").sort(), settings = names("settings");
+    const count = (name) => rows.filter((row) => name in row.values).length;
+    const usual = [...[...metrics].sort((a, b) => count(b) - count(a)).slice(0, VALUES_SHOWN), ...settings.slice(0, SETTINGS_SHOWN)];
+    const optional = (name, more) => ({ name, optional: true, shown: chosen.get(name) ?? usual.includes(name), ...more });
     return [
       { name: "run", value: (row) => row.run, cell: nameCell, shown: true },
-      { name: "status", value: (row) => row.status, cell: ({ status }) => h("span", { className: { finished: "good", running: "busy", stopped: "" }[status] ?? "bad" }, status), shown: true },
-      { name: "last event", value: (row) => row.changed, cell: ({ changed }) => new Date(changed * 1000).toLocaleString(), shown: true },
-      ...names.map((name) => shown({ name, kind: "n", value: (row) => row.values[name], cell: (row) => four(row.values[name]), optional: true }, often.has(name))),
-      ...keys.map((name, i) => shown({ name, value: (row) => row.settings[name], cell: (row) => h("span", { className: "setting" }, row.settings[name] ?? ""), optional: true }, i < SETTINGS_SHOWN)),
-      { name: "result", value: (row) => row.text, cell: ({ text }) => h("span", { className: "why" }, text), shown: true },
+      { name: "status", value: (row) => row.status, cell: statusCell, shown: true },
+      { name: "last event", value: (row) => row.changed, cell: (row) => new Date(row.changed * 1000).toLocaleString(), shown: true },
+      ...metrics.map((name) => optional(name, { kind: "n", value: (row) => row.values[name], cell: (row) => four(row.values[name]) })),
+      ...settings.map((name) => optional(name, {
+        value: (row) => row.settings[name], cell: (row) => h("span", { className: "setting" }, row.settings[name] ?? "") })),
+      { name: "result", value: (row) => row.text, cell: (row) => h("span", { className: "why" }, row.text), shown: true },
     ];
-  };
-  const nameCell = (row) => [
-    row.sweep || row.run === here ? "" : h("input", { type: "checkbox", ariaLabel: `draw ${row.run}`, value: row.run }), " ",
-    row.run === here ? h("strong", {}, row.run) : h("a", { href: link(row) }, row.run)];
-  const head = ({ name, kind = "" }) => [h("button", { className: "link", type: "button", onclick: () => sortBy(name) }, name), kind, name === by ? down ? "descending" : "ascending" : "none"];
+  }
+  function head({ name, kind }) {
+    const order = name === by ? descending ? "descending" : "ascending" : "none";
+    return [h("button", { className: "link", type: "button", onclick: () => sortBy(name) }, name), kind, order];
+  }
   function sortBy(name) {
-    [by, down] = [name, name === by ? !down : name === "last event"];
+    descending = name === by ? !descending : name === "last event";
+    by = name;
     draw();
-    [...box.querySelectorAll("th button")].find((one) => one.textContent === name).focus();
+    [...box.querySelectorAll("th button")].find((button) => button.textContent === name).focus();  // the head was made anew
   }
   function draw() {
-    const all = columns(), shown = all.filter((one) => one.shown), state = $("#status-wanted").value;
-    const found = rows.filter(rowFilter($("#wanted").value)).filter((row) => !state || row.status === state);
-    const ordered = sorted(found, (all.find(({ name }) => name === by) || all[2]).value, down), seen = ordered.slice(0, most);
-    table($("#runs table"), shown.map(head), seen.map((row) => shown.map((one) => one.cell(row))), seen.map(({ run }) => run));
-    for (const tick of box.querySelectorAll("tbody input")) tick.checked = picked(tick.value);
+    const all = columns(), shown = all.filter((column) => column.shown);
+    const isFound = rowFilter($("#wanted").value), column = all.find(({ name }) => name === by) || all[2];
+    const found = rows.filter((row) => isFound(row) && (!select.value || row.status === select.value));
+    const seen = sorted(found, column.value, descending).slice(0, most);
+    table($("#runs table"), shown.map(head), seen.map((row) => shown.map(({ cell }) => cell(row))), seen.map(({ run }) => run));
+    for (const tick of box.querySelectorAll("tbody input")) tick.checked = isPicked(tick.value);
     say($("#count"), `${seen.length} of ${rows.length}`);
     $("#all-runs").hidden = seen.length === found.length;
   }
+  // The choices above the table, touched only where they differ: somebody may be choosing.
   function drawChoices() {
-    const states = [...new Set(rows.map((row) => row.status))].sort(), select = $("#status-wanted"), before = select.value;
-    if ([...select.options].slice(1).map((one) => one.value).join() !== states.join()) fill(select, h("option", { value: "" }, "any"), states.map((one) => h("option", { value: one }, one)));
-    select.value = states.includes(before) ? before : "";
-    const optional = columns().filter((one) => one.optional), known = [...box.querySelectorAll("#columns label")].map((one) => one.textContent.trim());
+    const states = [...new Set(rows.map((row) => row.status))].sort(), before = select.value;
+    if ([...select.options].slice(1).map((option) => option.value).join() !== states.join()) {
+      fill(select, h("option", { value: "" }, "any"), states.map((state) => h("option", { value: state }, state)));
+      select.value = states.includes(before) ? before : "";
+    }
+    const optional = columns().filter((column) => column.optional), ticks = [...box.querySelectorAll("#columns input")];
     $("#columns").hidden = !optional.length;
-    if (known.join() !== optional.map(({ name }) => name).join()) fill($("#columns div"), optional.map(({ name, shown }) => h("label", {}, h("input", { type: "checkbox", checked: shown, value: name }), ` ${name}`)));
+    if (ticks.map((tick) => tick.value).join() === optional.map(({ name }) => name).join()) return;
+    fill($("#columns div"), optional.map(({ name, shown }) => h("label", {}, h("input", { type: "checkbox", checked: shown, value: name }), ` ${name}`)));
   }
   $("#columns").addEventListener("change", ({ target }) => { chosen.set(target.value, target.checked); draw(); });
   $("#wanted").addEventListener("input", draw);
-  $("#status-wanted").addEventListener("change", draw);
-  $("#all-runs").addEventListener("click", () => { most = 500; draw(); });
+  select.addEventListener("change", draw);
+  $("#all-runs").addEventListener("click", () => { most = Infinity; draw(); });
   $("#runs form").addEventListener("submit", (event) => event.preventDefault());
   $("#runs table").addEventListener("change", ({ target }) => { pick(target.value, target.checked); draw(); });
-  return { draw, show(news) { rows = news; drawChoices(); draw(); } };
+  return { draw, show(news) { rows = news; drawChoices(); draw(); }, row: (name) => rows.find(({ run }) => run === name) };
 }
