@@ -62,9 +62,7 @@ class Browser:
         )  # fmt: skip
         self._loop.run_until_complete(self._connect())
         self._enable()
-        self.call("Emulation.setEmulatedMedia", features=[
-            {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
-        ])  # fmt: skip
+        self.set_dark(self._dark)
         self.resize(*self._size)
         return self
 
@@ -164,6 +162,11 @@ class Browser:
             return str(self.call("Page.getFrameTree")["frameTree"]["frame"]["loaderId"])
         except PageLeft:
             return ""
+
+    def set_dark(self, dark: bool) -> None:
+        """Have the system's mode be dark or light."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def resize(self, width: int, height: int) -> None:
         self.call(

@@ -1,0 +1,97 @@
+"""What axe-core finds on the pages: the rules of WCAG that a program can check, by size and colours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.shared import kinds
+from raydist.shared.events import Events
+from tests.browser import Browser, needs_chromium
+from tests.records import event
+from tests.scenarios.test_watch_page import DRAWN, watching
+from tests.watch.test_web_controls import write_run
+from tests.watch.test_web_model import CAUSE
+from tests.watch.test_web_sweep import record, sweep_json
+from tests.watch.test_web_tabs import write_run as write_running
+
+AXE = find_spec("axe_core_python")
+pytestmark = [
+    needs_chromium,
+    pytest.mark.slow,
+    pytest.mark.skipif(AXE is None, reason="no axe-core-python on this machine"),
+]
+VIOLATIONS = """axe.run().then(({violations}) => violations.flatMap(({id, nodes}) =>
+    nodes.map((node) => `${id}: ${node.html.slice(0, 200)} ${node.failureSummary}`)))"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: two that have finished, one that hung, a sweep."""
+    folder = tmp_path_factory.mktemp("axe")
+    runs = folder / "runs/job"
+    write_run(runs / "one", 60, "0.1")
+    write_run(runs / "two", 50, "0.01")
+    with Events(write_running(runs / "three", "three") / "events.jsonl") as events:
+        events.add(kinds.Hang(text="rank 1 sleeps", ranks=[1], certain=False, s=9.0))
+        events.add(event("failure", cause=CAUSE, text="it hung", reason="it waited"))
+        events.add(kinds.Result(status="failed", failure="rank 1 on h: hung", metrics={}))
+    trials = [record(n, "finished", {"loss": n / 10}, lr=str(n), depth=str(n)) for n in range(3)]
+    sweep = sweep_json(runs / "many", trials, {"lr": "0,1,2", "depth": "0,1,2"}, best=[0])
+    for n in range(3):
+        write_running(sweep / str(n), f"trial {n}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def link(folder: Path) -> Iterator[str]:
+    with watching(folder, "runs/job") as link:
+        yield link
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as browser:
+        yield browser
+
+
+def violations(browser: Browser) -> Any:
+    """Return what axe-core finds, on a large screen and a small one, light and dark."""
+    assert AXE is not None
+    assert AXE.origin is not None
+    axe = Path(AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8")
+    browser.value(f"{axe}\n; true")
+    found = []
+    for width, dark in itertools.product((1280, 400), (False, True)):
+        browser.resize(width, 1000)
+        browser.set_dark(dark)
+        found += [
+            f"{width} {'dark' if dark else 'light'} {each}" for each in browser.value(VIOLATIONS)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("address", "shows"),
+    [
+        ("", "document.querySelectorAll('#runs tbody tr').length == 4"),
+        (
+            "?run=one&with=two",
+            "raydist.charts.lr.plot.data.length == 3"
+            " && document.querySelectorAll('#settings tbody tr').length == 1"
+            " && document.querySelectorAll('#runs tbody tr').length == 4",
+        ),
+        ("?run=three", f"{DRAWN} && document.querySelector('#failures article')"),
+        ("sweep.html?sweep=many", f"{DRAWN} && document.querySelector('#parallel polyline')"),
+    ],
+    ids=["list", "run", "failed", "sweep"],
+)
+def test_axe_finds_nothing(browser: Browser, link: str, address: str, shows: str) -> None:
+    browser.open(link + address)
+    browser.wait_until(shows)
+    assert violations(browser) == []
