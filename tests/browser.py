@@ -24,6 +24,11 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on thi
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars")  # fmt: skip
 PATIENCE_S = 120.0
+CHANGED = "net::ERR_NETWORK_CHANGED"
+"""Chromium breaks requests off whenever an interface of the machine comes or goes.
+
+Those of the hosts that other tests make do so all the time.
+"""
 
 
 class PageLeft(Exception):
@@ -46,6 +51,8 @@ class Browser:
         """The bytes of each response as they were transferred, by URL."""
         self.errors: list[str] = []
         """Errors of the page's scripts."""
+        self._broken = False
+        """Whether a part of the page did not arrive because the machine's network changed."""
 
     def __enter__(self) -> Browser:
         assert CHROMIUM is not None
@@ -145,16 +152,29 @@ class Browser:
             self.received[self.requests[params["requestId"]]] = params["encodedDataLength"]
         elif method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"])[:2000])
+        elif method == "Network.loadingFailed" and params["errorText"] == CHANGED:
+            self._broken |= params["type"] in ("Document", "Script", "Stylesheet")
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            if CHANGED in params["entry"]["text"]:
+                return  # the page asks again
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def open(self, url: str) -> None:
-        """Open an address, and wait until the page that was there before is gone."""
-        document = self.call("Page.navigate", url=url).get("loaderId")
+        """Open an address, and wait until its page is loaded."""
         end = time.monotonic() + PATIENCE_S
-        while document and document != self._document():  # none: only the part after # differs
+        while not self._load(url, end):
+            assert time.monotonic() < end, f"{url} does not load: the network changes all the time"
+
+    def _load(self, url: str, end: float) -> bool:
+        """Load a page; return whether all of it has arrived."""
+        self._broken = False
+        reply = self.call("Page.navigate", url=url)
+        document = reply.get("loaderId")  # none: only the part after # differs
+        while document and document != self._document():
             assert time.monotonic() < end, f"{url} does not open"
             time.sleep(0.1)
+        self.wait_until("document.readyState == 'complete'")
+        return not self._broken and reply.get("errorText") != CHANGED
 
     def _document(self) -> str:
         """Return Chromium's id of what the page shows."""

@@ -208,6 +208,23 @@ def test_settings_and_how_they_differ_from_another_run(page: Page) -> None:
     assert_only_local(browser)
 
 
+def test_a_request_that_breaks_off_is_made_again(page: Page) -> None:
+    """As Chromium breaks them off when the machine's network changes."""
+    first_fails = """const real = fetch, seen = new Set();
+        window.fetch = (address) => seen.has(address) ? real(address)
+            : (seen.add(address), Promise.reject(new TypeError("Failed to fetch")));"""
+    browser = page.browser
+    script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=first_fails)
+    try:
+        page.open(f"{page.link}?run=one&with=two")
+        browser.wait_until("raydist.charts.lr.plot.data.length == 3")
+        browser.wait_until(f"{TABLE}.join('|') == 'optim.lr,0.1,0.01'")
+        browser.wait_until("document.querySelectorAll('#runs tbody tr').length == 3")
+    finally:
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
+    assert_only_local(browser)
+
+
 def test_the_list_of_runs_is_sorted_filtered_and_compared(page: Page) -> None:
     browser = page.browser
     browser.open(page.link)

@@ -8,7 +8,16 @@ const url = (call, more = {}) => {
   for (const name of ["run", "sweep"]) if (query.get(name) && !words.has(name)) words.set(name, query.get(name));
   return `${call}?${words}`;
 };
-const json = (call, more) => fetch(url(call, more)).then((reply) => reply.ok ? reply.json() : Promise.reject(reply.status));
+// A browser breaks requests off whenever the machine's network changes (a VPN, a container), so one that gets no answer is made again.
+const PAUSES_MS = [300, 1000];
+async function get(call, more, tries = 0) {
+  try { return await fetch(url(call, more)); } catch (error) {
+    if (tries === PAUSES_MS.length) throw error;
+    await new Promise((done) => { setTimeout(done, PAUSES_MS[tries]); });
+    return get(call, more, tries + 1);
+  }
+}
+const json = (call, more) => get(call, more).then((reply) => reply.ok ? reply.json() : Promise.reject(reply.status));
 
 // --- news
 

@@ -295,7 +295,7 @@ $("#other").addEventListener("change", async ({ target }) => { const run = targe
 
 async function openPage(name) {
   const why = { stacks: ": stacks are written when ranks hang", nccl: ": fabric.debug=true has NCCL write it" }[name.split(".").pop()] || "";
-  const text = data ? data.pages[name] : await fetch(url("file", { name })).then((reply) => reply.ok ? reply.text() : `${name} is not there${why}`);
+  const text = data ? data.pages[name] : await get("file", { name }).then((reply) => reply.ok ? reply.text() : `${name} is not there${why}`);
   fill($("#page pre"), text || `${name} is not in this copy${why}`); $("#page").showModal();
 }
 const stacksLink = (rank) => h("button", { className: "link", title: `stacks of rank ${rank}`, onclick: () => openPage(`logs/rank-${rank}.stacks`) }, "stacks");
