@@ -170,9 +170,8 @@ def settled(job: Job, plan: Plan) -> Job:
 
     ConfigError: the backend cannot do what `restart.in_place=on` requires.
     """
-    found = replace(
-        job, backend=replace(job.backend, name=plan.request.backend), restart=policy.rule(job)
-    )
+    rule = policy.rule(job, plan.world_size)
+    found = replace(job, backend=replace(job.backend, name=plan.request.backend), restart=rule)
     in_place.check(found)
     return found
 

@@ -18,7 +18,10 @@ FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT})
 """Signals that another process sends: the same one twice at the same step is no evidence of a fault
 in the job."""
 USUAL = 3
-"""`restart.max` of jobs that do not set it."""
+"""`restart.max` of small jobs that do not set it."""
+RANKS_PER_FAILURE = 1024
+"""Large jobs are allowed one more failure for each of these ranks: with 16,384 GPUs four unrelated
+failures within an hour are to be expected every other week (bench goodput)."""
 STUCK = 3
 """Failures without a new step between them after which a retry is useless."""
 
@@ -83,10 +86,15 @@ class GiveUp:
     """Why, for a person; empty if nothing failed, or if restarts are off."""
 
 
-def rule(job: Job) -> Restart:
+def usual_limit(ranks: int) -> int:
+    """Return `restart.max` of a job with this number of ranks that does not set it."""
+    return USUAL + ranks // RANKS_PER_FAILURE
+
+
+def rule(job: Job, ranks: int = 1) -> Restart:
     """Return the job's restart rule, with the default of `restart.max` for this kind of job."""
     fixed = job.scale.max_nodes is None and not job.scale.spares
-    usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else USUAL
+    usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else usual_limit(ranks)
     return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
 
 

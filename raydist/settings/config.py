@@ -369,8 +369,8 @@ class Restart:
 
     max: int | None = at_least(0, None)
     """Maximum number of failures within `window_s`; 0: no restart. Nodes that the cluster takes
-    away do not count. null: 3 for jobs; 0 for script=, because running it again may repeat side
-    effects."""
+    away do not count. null: 3 for jobs, and one more for each 1,024 ranks; 0 for script=, because
+    running it again may repeat side effects."""
     window_s: float | None = greater_than(0, 3600.0)
     """Seconds after which a failure no longer counts; null: it always counts."""
     in_place: str = one_of("off", "auto", "on")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydist.recovery.blame import first_cause
-from raydist.recovery.policy import GiveUp, Retry, decide, without_progress
-from raydist.settings.config import Restart
+from raydist.recovery.policy import GiveUp, Retry, decide, rule, without_progress
+from raydist.settings.config import Backend, Job, Restart
 from raydist.shared.errors import LaunchError, Stopped
 from raydist.shared.outcome import Attempt, End
 
@@ -89,6 +89,21 @@ def test_more_failures_than_are_forgiven_end_it() -> None:
     assert decide(RULE, [*three, attempt(KILLED, 40)]) == GiveUp(
         "4 failures within 100 s, restart.max=3"
     )
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks", "most"),
+    [
+        (Job(), 1, 3),
+        (Job(), 1023, 3),
+        (Job(), 16384, 19),
+        (Job(restart=Restart(max=3)), 16384, 3),
+        (Job(script="train.py"), 16384, 0),
+        (Job(backend=Backend(name="mpi")), 16384, 0),
+    ],
+)
+def test_the_usual_limit_grows_with_the_ranks(job: Job, ranks: int, most: int) -> None:
+    assert rule(job, ranks).max == most
 
 
 def test_an_old_failure_is_forgotten() -> None:
