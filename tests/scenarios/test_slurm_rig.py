@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.conftest import ROOT
 from tests.records import read_events
 from tests.rig import hosts, requires_root
 from tests.rig.slurm import ENDED, Slurm, requires_slurm
+from tests.rig.ssh import write
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -191,9 +193,28 @@ LISTENER = (
 )
 
 
+SLOW = f"""#!{sys.executable}
+import os, socket, time
+door = socket.create_server((os.environ["HEAD"], int(os.environ["PORT"])))
+time.sleep(5)
+raise SystemExit("The current node timed out during startup.")
+"""
+
+
 def test_what_is_not_started(slurm: Slurm) -> None:
-    """A run that lacks a node; one at a port whose owner, another user, would get Ray's token."""
+    """A run whose Ray does not start or lacks a node; one at a port whose owner, another user, would
+    get Ray's token."""
     first, second, _ = slurm.nodes
+    # Ray listens, and gives up after 30 s, as on a node that is too slow for it.
+    (slurm.home / "bin").mkdir()
+    write(slurm.home / "bin/ray", SLOW)
+    (slurm.home / "bin/ray").chmod(0o755)
+    write(slurm.home / "slow.sh", f". ~/setup.sh\nexport PATH={slurm.home}/bin:$PATH\n")
+    slow = f"RAYDIST_SETUP={slurm.home}/slow.sh RAYDIST_JOIN_S=1000"
+    job = slurm.submit(f"{slow} {SBATCH} --nodes=1 --nodelist=host1 {SCRIPT} name=never")
+    slurm.wait_for(job, "FAILED")
+    assert "The current node timed out" in slurm.output(job)
+
     second.run(["mount", "-o", "remount,ro", "/tmp"])
     job = slurm.submit(f"RAYDIST_JOIN_S=8 {SBATCH} --nodelist=host1,host2 {SCRIPT} name=never")
     slurm.wait_for(job, "FAILED")
