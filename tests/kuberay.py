@@ -30,6 +30,10 @@ def check(resource: dict[str, Any]) -> None:
         kubernetes_validate.validate(resource, KUBERNETES, strict=True)
         return
     Draft202012Validator(schema).validate(resource.get("spec", {}))
+    if resource["kind"] == "TrainingRuntime":
+        for job in jobs(resource):
+            whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **job}
+            kubernetes_validate.validate(whole, KUBERNETES, strict=True)
     if not resource["apiVersion"].startswith("ray.io/"):
         return
     for spec in pods(resource):
@@ -43,6 +47,11 @@ def pods(resource: dict[str, Any]) -> list[dict[str, Any]]:
     if "submitterPodTemplate" in resource["spec"]:
         templates.append(resource["spec"]["submitterPodTemplate"])
     return [template["spec"] for template in templates]
+
+
+def jobs(runtime: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the Jobs of which a TrainJob of this runtime consists."""
+    return [each["template"] for each in runtime["spec"]["template"]["spec"]["replicatedJobs"]]
 
 
 def groups(resource: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Schemas of the operators' resources: the fields of their specs and the types of these.
 
 They are written by hand from the operators' own types, from which their CRDs are made:
-ray-operator/apis/ray/v1 of KubeRay 1.6, apis/kueue/v1beta2 of Kueue (since 0.15), and
-pkg/apis/monitoring/v1 of the Prometheus Operator. They have the fields of the types that deploy/
+ray-operator/apis/ray/v1 of KubeRay 1.6, apis/kueue/v1beta2 of Kueue (since 0.15),
+pkg/apis/monitoring/v1 of the Prometheus Operator, and those of Kubeflow Trainer 2.3 with JobSet's,
+as its package kubeflow-trainer-api has them. They have the fields of the types that deploy/
 uses. Other fields are refused, so that a misspelt field is found; `{}` is a field that deploy/ does
 not use.
 """
@@ -123,6 +124,37 @@ RULES = record(
         )},
     )},
 )  # fmt: skip
+JOB_OF_PODS = record(
+    "spec", metadata=record("", labels=PARAMS, annotations=PARAMS), spec={"type": "object"}
+)
+"""A Job of Kubernetes, which tests/kuberay.py holds against Kubernetes' schema."""
+RUNTIME = record(
+    "template",
+    mlPolicy=record("", numNodes=COUNT, torch={}, mpi={}, flux={}, jax={}, xgboost={}),
+    podGroupPolicy={},
+    template=record(
+        "spec",
+        metadata={},
+        spec=record(
+            "replicatedJobs",
+            replicatedJobs={"type": "array", "items": record(
+                "name template", name=NAME, template=JOB_OF_PODS, replicas={"const": 1}, groupName=TEXT, dependsOn={},
+            )},
+            network={}, successPolicy={}, failurePolicy={}, startupPolicy={}, suspend=FLAG, coordinator={}, managedBy=TEXT,
+            ttlSecondsAfterFinished=COUNT, volumeClaimPolicies={},
+        ),
+    ),
+)  # fmt: skip
+TRAIN_JOB = record(
+    "runtimeRef",
+    runtimeRef=record("name", name=NAME, kind={"enum": ["TrainingRuntime", "ClusterTrainingRuntime"]}, apiGroup=TEXT),
+    trainer=record(
+        "",
+        args={"type": "array", "items": TEXT}, command={"type": "array", "items": TEXT}, env={}, image=TEXT,
+        numNodes=COUNT, numProcPerNode=COUNT, resourcesPerNode=record("", limits=PARAMS, requests=PARAMS),
+    ),
+    initializer={}, runtimePatches={}, suspend=FLAG, managedBy=TEXT, activeDeadlineSeconds=COUNT,
+)  # fmt: skip
 KINDS = {
     ("ray.io/v1", "RayCluster"): CLUSTER,
     ("ray.io/v1", "RayJob"): JOB,
@@ -131,5 +163,7 @@ KINDS = {
     ("kueue.x-k8s.io/v1beta2", "LocalQueue"): LOCAL_QUEUE,
     ("monitoring.coreos.com/v1", "PodMonitor"): PODS,
     ("monitoring.coreos.com/v1", "PrometheusRule"): RULES,
+    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): RUNTIME,
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): TRAIN_JOB,
 }
 """The schema of the spec of each kind."""

@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 KUSTOMIZE = sorted((DEPLOY / "kubernetes").glob("overlays/*")) + [
     DEPLOY / "kubernetes" / n for n in ("cluster", "job")
 ]
-ONCE = [DEPLOY / "kubernetes" / name for name in ("monitoring", "queue", "storage")]
+ONCE = [DEPLOY / "kubernetes" / name for name in ("monitoring", "queue", "storage", "trainjob")]
 """What is applied once in a namespace, and stays when trainings are deleted."""
 PARTS = sorted((DEPLOY / "kubernetes" / "parts").iterdir())
 
@@ -234,6 +234,41 @@ def test_roce_has_a_network_that_gives_the_pods_its_gids(tmp_path: Path) -> None
     )
 
 
+def test_a_trainjob_has_what_its_runtime_reads_and_no_more_rights_than_it_needs() -> None:
+    """The TrainJob is that of docs/kubernetes.md."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    blocks = map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (train,) = [each for each in blocks if each["kind"] == "TrainJob"]
+    kuberay.check(train)
+    (runtime, policy) = kuberay.build(DEPLOY / "kubernetes" / "trainjob")
+    reference = train["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    (job,) = kuberay.jobs(runtime)
+    # Trainer finds the Job by its label, and the container by its name
+    assert job["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    template = job["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert container["name"] == "node"
+    assert train["spec"]["trainer"]["args"] == container["args"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"scale={train['spec']['trainer']['numNodes']}x{gpus}" in container["args"]
+    # and writes the name of the first pod of the Job `node` into PET_MASTER_ADDR
+    (name,) = [each["name"] for each in runtime["spec"]["template"]["spec"]["replicatedJobs"]]
+    assert name == "node"
+    assert (
+        tool("shellcheck", "--shell=bash", "--exclude=SC2086", "-", text=container["command"][2])
+        == ""
+    )
+    # as in a RayJob: all pods of the namespace that are not of a TrainJob are kept out
+    assert policy["spec"]["podSelector"] == {"matchLabels": template["metadata"]["labels"]}
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
+    worker = kuberay.groups(kuberay.build(DEPLOY / "kubernetes" / "job")[0])[1]["template"]["spec"]
+    for same in ("automountServiceAccountToken", "securityContext", "tolerations", "volumes"):
+        assert template["spec"][same] == worker[same], same
+    for same in ("image", "securityContext", "resources", "volumeMounts"):
+        assert container[same] == worker["containers"][0][same], same
+
+
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 @pytest.mark.parametrize("base", ["cluster", "job"])
 def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> None:
@@ -248,6 +283,7 @@ def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> Non
     ("cluster", "RayCluster", ()), ("queue", "ClusterQueue", ("resourceGroups", 0, "flavors", 0, "resources", 0)),
     ("queue", "LocalQueue", ()), ("monitoring", "PodMonitor", ("podMetricsEndpoints", 0, "relabelings", 0)),
     ("monitoring", "PrometheusRule", ("groups", 0, "rules", 0)),
+    ("trainjob", "TrainingRuntime", ("mlPolicy",)), ("trainjob", "TrainingRuntime", ("template", "spec", "replicatedJobs", 0)),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_field_that_is_misspelt_is_found(
     folder: str, kind: str, where: tuple[str | int, ...]
