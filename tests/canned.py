@@ -17,6 +17,7 @@ from raydist.network.finding import Finding
 from raydist.node import probe
 from raydist.recovery import blame, hang_verdict, policy, straggler
 from raydist.reporting.result import make_result
+from raydist.reporting.resume_check import Comparison, Made, Place
 from raydist.settings.config import Backend, Job, Scale
 from raydist.shared.errors import LaunchError, RaydistError, Stopped
 from raydist.shared.kinds import Event
@@ -156,6 +157,7 @@ def finished() -> list[Event]:
         at(18, "warning", rank=2, text="the disk is slow"),
         *failure_events(KILLED, ECHO),
         *restart(18.7, KILLED, 20),
+        at(20.7, "checked", text=checks()[1], resumed=19, steps=1),
         *steps(21, 30, 21),
         at(26, "report", rank=0, step=30, values={"accuracy": 0.91, "test_loss": 0.3}),
         at(26, "spent", rank=0, what="evaluate", s=0.5),
@@ -189,6 +191,32 @@ def finished() -> list[Event]:
         changed(saved, t=45, step=60, path=f"{FOLDER}/checkpoints/step-60"),
     ]
     return with_result(events, 46)
+
+
+def checks() -> list[str]:
+    """Return what is said of the steps after a restart or a resume, in each case."""
+    two, one, gpus = Place(2), Place(1), Place(2, True)
+    made = Made(0.447213595, "a", two)
+    near = made.loss * (1 + 2e-7)
+    cases = [
+        {},
+        {23: (made, made)},
+        dict.fromkeys((23, 24, 25), (made, made)),
+        {23: (made._replace(samples=None), made)},
+        {23: (made, Made(near, "a", one))},
+        {23: (made, Made(near, "a", gpus))},
+        {23: (made, made), 24: (made, Made(near, "a", two))},
+        {23: (made._replace(samples=None), Made(near, "a", two))},
+        {23: (made, Made(0.5, "a", one))},
+        {23: (made, Made(0.5, "b", two))},
+        {23: (made, Made(0.5, "b", one))},
+    ]
+    said = []
+    for case in cases:
+        comparison = Comparison(22, {step: before for step, (before, _) in case.items()})
+        found = [comparison.add(step, now) for step, (_, now) in case.items()]
+        said.append((found or [comparison.outcome()])[-1])
+    return [each.text for each in said if each]
 
 
 def failed() -> list[Event]:

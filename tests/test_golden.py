@@ -133,6 +133,11 @@ def console(here: Path) -> str:
     return "\n".join([*texts, f"# quiet\n{screen(canned.finished(), Watch(progress='none'))}"])
 
 
+def checks(here: Path) -> str:
+    """Return what is said of the steps after a restart or a resume."""
+    return "\n".join(canned.checks())
+
+
 def screen(events: Sequence[Event], settings: Watch) -> str:
     stream = io.StringIO()
     failures = Failures()
@@ -346,6 +351,7 @@ SURFACES: dict[str, Callable[[Path], str]] = {
     "doctor": reports,
     "console": console,
     "failures": failures,
+    "checks": checks,
     "refusals": refusals,
     "sweep": sweeps,
 }

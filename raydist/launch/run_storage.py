@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from raydist.network.names import EnvVar
@@ -13,13 +13,15 @@ from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import ConfigError, RaydistError
-from raydist.shared.events import Events
+from raydist.shared.events import Events, parse_event, read_events
+from raydist.shared.kinds import Event
 from raydist.state import checkpoint_files, object_store, run_checkpoints
 from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import CLAIM, Remote, StoragePath, environment, parse_path
-from raydist.state.write import CHECKPOINTS
+from raydist.state.write import CHECKPOINTS, place_in_run
 
-RECORDS = ("result.json", "events.jsonl", "blame-*", ".hydra/*", "logs/*", "track/*.json")
+EVENTS = "events.jsonl"
+RECORDS = ("result.json", EVENTS, "blame-*", ".hydra/*", "logs/*", "track/*.json")
 LOOK_S = 0.5
 """Seconds between two searches for a checkpoint."""
 Warn = Callable[[str], None]
@@ -165,6 +167,25 @@ def own_newest(job: Job) -> str:
     with environment(job.env):
         own = run_checkpoints.newest_of_run(run_folder(job))
     return str(own.path.absolute()) if own else ""
+
+
+def events_beside(checkpoint: str, job: Job) -> Iterator[Event]:
+    """Yield the events in the run folder that a checkpoint is in; none if the folder has none."""
+    path = parse_path(checkpoint)
+    place = place_in_run(path)
+    for _ in place:
+        path = path.parent
+    # The records of a run are copied to its storage once it has ended.
+    local = Path(job.dir) if path == run_folder(job) else path
+    if not place:
+        return
+    if isinstance(local, Path):
+        if (local / EVENTS).exists():
+            yield from read_events(local / EVENTS)
+        return
+    with environment(job.env):
+        lines = (local / EVENTS).read_bytes() if (local / EVENTS).exists() else b""
+    yield from filter(None, map(parse_event, lines.split(b"\n")))
 
 
 def upload_records(job: Job, events: Events) -> None:

@@ -30,6 +30,8 @@ reader cannot break a run: its exception is a warning, and it still gets the nex
                           and final
     progress.py           Reports of rank 0 -> step, rate, time left
     result.py             Figures: the sums over a run's events. Result: what `raydist.run` returns
+    resume_check.py       Compare the first steps after a restart or a resume with what was recorded
+                          before
     terminal.py           A screen for terminals: lines that stay, and a live line below them
     trace.py              Events of a run -> a trace for Perfetto: launch, steps, saves, failures
     wording.py            Texts and tables for the console: plan, launch, summary; raydist's own

@@ -97,6 +97,8 @@ class Console(AbstractContextManager["Console"]):
                 self._screen.say(f"pause {event.text}", "yellow")
             case kinds.Restarted():
                 self._on_restarted(event)
+            case kinds.Checked() if event.differs is None:
+                self._screen.say(f"check {event.text}")  # a warning follows if a step differs
             case kinds.Resize():
                 self._show_pending()
                 self._screen.say(wording.resize_line(event), "yellow")

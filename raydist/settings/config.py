@@ -287,6 +287,10 @@ class Train:
     nan: str = one_of("ignore", "skip", "end")
     """What happens if the loss or the norm of the gradient is not finite. skip: the step changes
     no weight. end: the run ends, and each rank saves its batches of the step in the run folder."""
+    check_resume: bool = False
+    """Compare the first steps after a restart or a resume with what was recorded of them before:
+    their losses and samples. One line reports what came of it. Unless `snapshot.every` is set,
+    snapshots are four steps apart or more, so that most restarts repeat steps."""
     evaluate_every: int = at_least(0, 1)
     """Epochs between evaluations; 0: evaluate at the end only."""
     evaluate_steps: int | None = at_least(1, None)

@@ -239,6 +239,9 @@ class Begin(OfRank):
     """Samples of an epoch, if they can be counted."""
     resumed: int | None = None
     """The step that it continues from; None: a new start."""
+    checkpoint: str = ""
+    """The newest checkpoint when the attempt began; empty: none. The state in memory may be newer.
+    """
 
 
 class Report(OfRank):
@@ -249,6 +252,9 @@ class Report(OfRank):
     step: int | None = None
     kept: int | None = None
     """The newest step that a snapshot in memory has."""
+    samples_hash: str | None = None
+    """With `train.check_resume`, a checksum of the samples of this step: of their indices, on all
+    ranks; of a stream or a loader, of what rank 0 has read."""
 
 
 class Recalled(OfRank):
@@ -523,6 +529,21 @@ class Restarted(Event):
     """The ranks that kept their processes (`restart.in_place`)."""
     why_not_kept: str = ""
     """Why ranks were started anew that had not failed, although `restart.in_place` is set."""
+
+
+class Checked(Event):
+    """The first steps after a restart or a resume were compared (`train.check_resume`)."""
+
+    text: str
+    """What came of it, on one line."""
+    resumed: int
+    """The step that the training continued from."""
+    steps: int
+    """The number of steps that were compared; 0: none was recorded before."""
+    differs: int | None = None
+    """The first step that was not as before; None: all were."""
+    what: str | None = None
+    """What differed in that step: samples, or else loss."""
 
 
 class Resize(HasPlan):

@@ -18,7 +18,7 @@ from raydist.state.snapshot_layout import State
 from raydist.training import optim, sharded
 from raydist.training.dcp_state import find_shards, state_of
 from raydist.training.rank_model import RankModel
-from raydist.training.snapshot_interval import SnapshotInterval
+from raydist.training.snapshot_interval import SnapshotInterval, least_steps
 from raydist.training.snapshotter import Snapshotter
 from raydist.training.sources import saved_part
 from raydist.training.step import Stepper
@@ -151,6 +151,7 @@ class ShardCheckpointer:
             device_of(current.rank.device),
             sharded.copied,
             sharded.copy_s,
+            least_steps(job),
         )
         self._kept = -1
         """The last step whose state was kept."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from xxhash import xxh3_64_hexdigest
 
 from raydist.settings.config import Data, Job
 from raydist.shared.errors import ConfigError
@@ -67,6 +69,9 @@ class Order:
     epoch: int = 0
     position: int = 0
     """Samples of this epoch that all ranks together have used."""
+    hashes: deque[str] | None = None
+    """Checksums of the samples of the steps that were handed out, oldest first; None: they are not
+    wanted (`train.check_resume`)."""
 
     @property
     def portion(self) -> int:
@@ -131,6 +136,13 @@ class Order:
         """Optimizer steps from `position` to the end of the epoch."""
         return (self.size - self.position) // self.global_batch
 
+    def next_hash(self) -> str | None:
+        """Return the checksum of the samples of the next step that was handed out.
+
+        To be called once for each step. None: there is none.
+        """
+        return (self.hashes.popleft() or None) if self.hashes else None
+
     def permutation(self) -> torch.Tensor:
         """Return the indices of all samples, in this epoch's order."""
         if not self.shuffle:
@@ -140,7 +152,12 @@ class Order:
 
     def __iter__(self) -> Iterator[Portion]:
         order, cuts = self.permutation(), list(self.cuts())
+        if self.hashes is not None:
+            self.hashes.clear()  # those that an earlier iterator handed out ahead
         for begin in range(self.position, self.size - self.global_batch + 1, self.global_batch):
+            if self.hashes is not None:
+                step = order[begin : begin + self.global_batch].numpy()
+                self.hashes.append(xxh3_64_hexdigest(step.tobytes()))
             for first, last in cuts:
                 indices = order[begin + first : begin + last].numpy().copy()
                 yield Portion(indices, (self.seed, self.epoch, begin + first))
@@ -359,4 +376,6 @@ def order(
         raise ConfigError.of(
             key, value, cause, right if fits else f"scale=1x{max(1, size // accumulate)}"
         )
-    return Order(size, batch, accumulate, rank, world_size, job.seed, settings.shuffle)
+    found = Order(size, batch, accumulate, rank, world_size, job.seed, settings.shuffle)
+    found.hashes = deque() if job.train.check_resume else None
+    return found

@@ -26,7 +26,7 @@ from raydist.training.rank_model import RankModel
 from raydist.training.step import Loss, StepFigures, Stepper
 from raydist.training.training_state import TrainingProgress, TrainingState
 from raydist.training.waits import DataWait
-from raydist.worker import context, profiling
+from raydist.worker import checkpoint, context, profiling
 from raydist.worker.backends import Comm
 
 
@@ -265,6 +265,7 @@ class Training:
                 epochs=progress.epochs,
                 samples=self.state.order.size,
                 resumed=progress.resumed,
+                checkpoint=checkpoint.newest_path(),
             )
         )
         # No step will report the loss.
@@ -314,6 +315,7 @@ class Training:
         self.reporter.step(
             progress.step,
             known,
+            self.state.order.next_hash(),
             steps=progress.steps,
             epoch=self.state.order.epoch + 1,
             epochs=progress.epochs,
@@ -370,18 +372,27 @@ class MetricReporter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device_of(device)
-        self.waiting: deque[tuple[Mark, int, dict[str, Any]]] = deque()
+        self.waiting: deque[tuple[Mark, int, dict[str, Any], str | None]] = deque()
 
-    def step(self, step: int, figures: Mapping[str, torch.Tensor], **facts: Any) -> None:
-        """Report a step with its figures, at once or as soon as the GPU has computed them."""
+    def step(
+        self,
+        step: int,
+        figures: Mapping[str, torch.Tensor],
+        samples_hash: str | None = None,
+        **facts: Any,
+    ) -> None:
+        """Report a step with its figures, at once or as soon as the GPU has computed them.
+
+        `samples_hash`: the checksum of its samples, if it has one.
+        """
         if not any(self.device.lags(value) for value in figures.values()):
-            context.report(step, **figures, **facts)
+            context.emit_report(step, {**figures, **facts}, samples_hash=samples_hash)
             return
         on_host = {}
         for name, value in figures.items():
             on_host[name] = torch.empty((), dtype=value.dtype, pin_memory=value.is_cuda)
             self.device.copy(on_host[name], value)
-        self.waiting.append((self.device.mark(), step, {**on_host, **facts}))
+        self.waiting.append((self.device.mark(), step, {**on_host, **facts}, samples_hash))
         while self.waiting and self.waiting[0][0].done():
             self._report_next()
 
@@ -392,5 +403,5 @@ class MetricReporter:
             self._report_next()
 
     def _report_next(self) -> None:
-        _, step, values = self.waiting.popleft()
-        context.report(step, **values)
+        _, step, values, samples_hash = self.waiting.popleft()
+        context.emit_report(step, values, samples_hash=samples_hash)

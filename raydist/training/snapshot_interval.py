@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from raydist.settings.config import Job
 from raydist.state.device import Device, Mark
 from raydist.worker.backends import Comm
 
@@ -19,6 +20,8 @@ FIRST_LOOK = 4
 FETCHING = 3
 """The first snapshots, which fetch and page-lock the memory of their slots: they cost more than
 later ones."""
+CHECKED = 4
+"""Steps between snapshots, at least, if a restart is to repeat steps (`train.check_resume`)."""
 COSTS, MEASURED = 8, 64
 """Limits on the snapshots and steps whose times are kept."""
 
@@ -33,15 +36,17 @@ class SnapshotInterval:
         device: Device,
         wait_for_copy: Callable[[], object] = lambda: None,
         copy_s: Callable[[], float] = lambda: 0.0,
+        least: int = 1,
     ) -> None:
-        """Begin with a snapshot after each step, unless `every` is set.
+        """Begin with a snapshot after every `least` steps, unless `every` is set.
 
         `wait_for_copy`: waits for the background work of the previous snapshot, which is not part
         of the cost of a snapshot if snapshots are spaced. `copy_s`: the seconds for which this work
         ran alongside the steps.
         """
-        self.every = every or 1
-        self._fixed = every is not None
+        self.every = every or least
+        self._least = least if every is None else None
+        """The smallest interval that may be chosen; None: it is fixed."""
         self._comm = comm
         self._device = device
         self._wait_for_copy = wait_for_copy
@@ -57,12 +62,12 @@ class SnapshotInterval:
 
     def go_on(self) -> None:
         """Exclude the time since the last step from the measured steps."""
-        if not self._fixed:
+        if self._least is not None:
             self._since = self._device.mark()
 
     def step(self, step: int, keep: Callable[[], object]) -> None:
         """Count a step; call `keep`, which keeps a snapshot of it, if one is due."""
-        if self._fixed:
+        if self._least is None:
             if step % self.every == 0:
                 keep()
             return
@@ -86,9 +91,15 @@ class SnapshotInterval:
         cost, took = median_s(self._costs), median_s(self._steps)
         mine = [cost / took if cost else 0.0, self._copy_s() / took if took else 0.0]
         rows = self._comm.gather(torch.tensor(mine, dtype=torch.float64))
-        self.every = spacing([float(row[0]) for row in rows], [float(row[1]) for row in rows])
+        cheap = spacing([float(row[0]) for row in rows], [float(row[1]) for row in rows])
+        self.every = max(self._least or 1, cheap)
         self._look *= 2
         self._steps.clear()
+
+
+def least_steps(job: Job) -> int:
+    """Return the steps between snapshots, at least, unless `snapshot.every` is set."""
+    return CHECKED if job.train.check_resume else 1
 
 
 def median_s(spans: Sequence[tuple[Mark, Mark]]) -> float:

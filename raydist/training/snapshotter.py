@@ -19,7 +19,7 @@ from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import Cloned, NoRoom, SnapshotBuffer, cloned, unpack
 from raydist.state.snapshot_layout import LAST_SLOT, State
 from raydist.state.write import SaveRequest
-from raydist.training.snapshot_interval import SnapshotInterval
+from raydist.training.snapshot_interval import SnapshotInterval, least_steps
 from raydist.training.step import Stepper
 from raydist.worker import checkpoint, context
 from raydist.worker.backends import Comm
@@ -102,7 +102,8 @@ class Snapshotter:
         """What must be copied of a state that is read: a GPU has its own copy of the rest as soon
         as the state is loaded."""
         device = device_of(current.rank.device)
-        self.interval = SnapshotInterval(job.snapshot.every, comm, device)
+        least = least_steps(job)
+        self.interval = SnapshotInterval(job.snapshot.every, comm, device, least=least)
 
     def begin(self, step: int) -> None:
         """Describe the checkpoint of the last state, and drop the states of later steps."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from xxhash import xxh3_64
 
 from raydist.settings.config import Data, Job
 from raydist.shared.errors import ConfigError
@@ -54,6 +56,8 @@ class Step(NamedTuple):
     """The state of the source after the step; None: the source is read again up to its position."""
     mark: int
     """A checksum of the first sample read, equal on all ranks of one stream; 0: not checked."""
+    hash: str = ""
+    """A checksum of all that was read for the step; empty: not wanted, or it has no bytes."""
 
 
 @dataclass
@@ -75,6 +79,8 @@ class Deal(IterableDataset[Step]):
     begin: int = 0
     """Items of the epoch that were used before."""
     state: State | None = None
+    hashed: bool = False
+    """Whether the items of each step get a checksum."""
 
     def __iter__(self) -> Iterator[Step]:
         for each in epoch_setters(self.items):
@@ -97,7 +103,8 @@ class Deal(IterableDataset[Step]):
             if passed_over:
                 passed_over -= count
                 continue
-            yield Step(batches, self.items.state_dict() if self.stateful else None, mark)
+            state = self.items.state_dict() if self.stateful else None
+            yield Step(batches, state, mark, hash_of(taken) if self.hashed else "")
 
     def _seeded(self, at: int) -> Any:
         return random_state.seeded(random_state.derive(*self.seed, self.epoch, at + 1))
@@ -221,6 +228,8 @@ class Stream(data.Order):
         while self.more and self._next is not None:
             step, self._next = self._next, None
             self._state = step.state
+            if self.hashes is not None:
+                self.hashes.append(step.hash)
             yield from step.batches
 
     def ahead(self) -> Iterator[Batch]:
@@ -365,7 +374,9 @@ def stream(
             "data.global_batch", settings.global_batch, cause, f"data.global_batch={total}"
         )
     order = data.Order(0, total, accumulate, rank, world_size, job.seed, settings.shuffle)
+    order.hashes = deque() if job.train.check_resume else None
     deal = make_deal(kind, train, job, order, comm, collate or data.collate_samples)
+    deal.hashed = job.train.check_resume
     found = Stream(deal, comm, name, order, note_wait)
     found.size = length(train, kind, found, deal.count) * total
     if not found.size and job.train.steps is None:
@@ -509,6 +520,17 @@ def checksum(sample: Any) -> int:
         return zlib.crc32(raw(sample)) + 2
     except Exception:
         return 1
+
+
+def hash_of(items: Sequence[Any]) -> str:
+    """Return a checksum of samples or batches; empty if one of them has no bytes."""
+    found = xxh3_64()
+    try:
+        for item in items:
+            found.update(raw(item))
+    except Exception:
+        return ""
+    return found.hexdigest()
 
 
 def raw(value: Any) -> bytes:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from raydist.launch.run_storage import events_beside
 from raydist.reporting.console import Console
 from raydist.reporting.job_metadata import JobMetadata
 from raydist.reporting.log_link import LogLink
 from raydist.reporting.metrics import Metrics
 from raydist.reporting.page_files import Pages
 from raydist.reporting.result import Figures
+from raydist.reporting.resume_check import ResumeCheck
 from raydist.settings.config import Job
 from raydist.shared.events import Events, Reader
+from raydist.shared.kinds import Event
 from raydist.watch.web.live_page import LivePage
 
 
@@ -37,6 +41,15 @@ def watching(
     console = Console(job.watch, failures=figures.failures) if shown is None else None
     screen: list[Reader] = [each for each in (shown, console, also) if each is not None]
     metrics = Metrics(run_label(job), figures, lambda text: events.warn(text))
+    check = ResumeCheck(partial(events_beside, job=job))
+
+    def compare(event: Event) -> None:
+        found = check.add(event)
+        if found is not None:
+            events.add(found)
+            if found.differs is not None:
+                events.warn(f"the training did not resume exactly: {found.text}")
+
     readers: tuple[Reader, ...] = (
         figures.add,
         Pages(folder, figures.failures),
@@ -44,6 +57,7 @@ def watching(
         JobMetadata(job.watch),
         LogLink(folder),
         metrics,
+        *((compare,) if job.train.check_resume else ()),  # all others have read the event
     )
     with (
         console or contextlib.nullcontext(),

@@ -207,6 +207,11 @@ def _latest() -> Saved | None:
     return saved_at(path)
 
 
+def newest_path() -> str:
+    """Return the checkpoint that the driver found for this attempt; empty: none."""
+    return os.environ.get(env_names.RESUME, "")
+
+
 def resumed_step() -> int:
     """Return the step of the checkpoint that `latest` returns, by its name alone; 0 if none.
 

@@ -278,6 +278,11 @@ def report(step: SupportsIndex | None = None, **values: Any) -> None:
     reports of rank 0 up to 64 MB, later ones up to 26 MB a day; of the other ranks only some.
     Without raydist's launcher rank 0 prints its reports.
     """
+    emit_report(step, values)
+
+
+def emit_report(step: SupportsIndex | None, values: Mapping[str, Any], **more: Any) -> None:
+    """Report values of a step, as `report` does. `more`: other fields of the event."""
     context = current()
     count = None if step is None else whole_step(step)
     if count is not None:
@@ -289,7 +294,7 @@ def report(step: SupportsIndex | None = None, **values: Any) -> None:
         context.reported |= {
             name: value for name, value in plain.items() if type(value) in (bool, int, float, str)
         }
-    optional: dict[str, Any] = {"step": count, "kept": context.kept or None}
+    optional: dict[str, Any] = {"step": count, "kept": context.kept or None, **more}
     given = {name: value for name, value in optional.items() if value is not None}
     context.emit(kinds.Report(rank=context.rank.rank, values=plain, **given))
 

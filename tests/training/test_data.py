@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,27 @@ def test_augmentation_is_a_function_of_the_position() -> None:
     assert torch.equal(whole, drawn(2))
     assert not torch.equal(whole.sort(dim=0)[0], drawn(0, epoch=1).sort(dim=0)[0])
     assert len(set(whole[:, 3].tolist())) == 8
+
+
+def hashes(workers: int = 0, **also: Any) -> list[str | None]:
+    """Return the checksum of each step, in the order in which a loop asks for them."""
+    found = order(32, 8, hashes=deque(), **also)
+    batches = data.loader(Lucky(), found, Data(workers=workers))
+    next(iter(batches))  # a rehearsal, before the first step
+    return [
+        found.next_hash() for number, _ in enumerate(batches, 1) if not number % found.accumulate
+    ]
+
+
+def test_each_step_has_the_checksum_of_its_samples() -> None:
+    first = hashes()
+    assert len(set(first)) == 4
+    for also in ({"world": 2, "rank": 1}, {"workers": 2}, {"accumulate": 2}):
+        assert hashes(**also) == first
+    assert hashes(position=16) == first[2:]
+    for other in ({"epoch": 1}, {"seed": 1}, {"shuffle": False}):
+        assert not {*hashes(**other)} & {*first}
+    assert order(32, 8).next_hash() is None
 
 
 def test_each_rank_has_its_own_augmentation() -> None:

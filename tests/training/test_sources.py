@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
-from raydist.training import waits
+from raydist.training import sources, waits
 from raydist.worker import context
 from tests.ranks import run_ranks, succeeded
 from tests.training.test_sharded import memory
@@ -539,3 +540,18 @@ def test_the_rank_that_waits_for_data_is_named(tmp_path: Path) -> None:
     texts = [e["text"] for e in second.kind("warning")]
     assert [text.partition(" for")[0] for text in texts] == ["rank 1 waits"]
     assert first.kind("warning") == []
+
+
+def test_each_step_of_a_stream_has_the_checksum_of_what_was_read() -> None:
+    def hashes(items: Any, **also: Any) -> list[str]:
+        deal = sources.Deal("stream", items, 4, lambda taken: [taken], (0,), False, **also)
+        return [step.hash for step in islice(deal, 6)]
+
+    first = hashes(Shuffled(), hashed=True)
+    assert len({*first}) == 6
+    assert hashes(Shuffled(), hashed=True) == first
+    assert hashes(Shuffled(), hashed=True, begin=8)[:4] == first[2:]
+    assert not {*hashes(Shuffled(), hashed=True, epoch=1)} & {*first}
+    assert hashes(Shuffled()) == [""] * 6
+    # a sample without bytes
+    assert hashes([lambda: 1] * 24, hashed=True) == [""] * 6

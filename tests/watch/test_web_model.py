@@ -77,6 +77,14 @@ def test_whatever_starts_an_attempt_starts_one_on_the_page(kind: type[Event]) ->
     assert (mark["step"], mark["text"]) == (5, "3 nodes now, 2 before")
 
 
+def test_a_comparison_is_shown_unless_a_step_differs_which_is_a_warning() -> None:
+    found = event("checked", t=9, text="step 5 as before", resumed=4, steps=1)
+    model = fold([*RUN, found])
+    assert model.sections()["state"]["checked"] == "step 5 as before"
+    model.add(changed(found, differs=5, what="loss"))
+    assert model.sections()["state"]["checked"] == ""
+
+
 def test_a_curve_has_each_step_once_whatever_was_repeated() -> None:
     loss = fold(RUN).curves["loss"]
     assert list(loss.steps) == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -78,6 +78,8 @@ class Model:
     result: kinds.Result | None = None
     waits: str = ""
     """What the run waits for, or does outside of steps."""
+    checked: str = ""
+    """What came of the comparison after the last restart or resume (`train.check_resume`)."""
     attempt: int = 1
     reported: int = 0
     """Number of reports of rank 0."""
@@ -109,6 +111,9 @@ class Model:
                 self._mark("restart", step, event.t, event.text.partition("\n")[0])
             case kinds.Pace():
                 self._on_pace(event)
+            case kinds.Checked():
+                # if a step differs, a warning says it
+                self.checked = event.text if event.differs is None else ""
             case kinds.Work():
                 for rank, (own, whole) in event.ranks.items():
                     self._note(int(rank), own_s=own, step_s=whole)
@@ -291,6 +296,7 @@ class Model:
             "evaluation": progress.evaluation(),
             "left": [] if result else progress.left(),
             "waits": self.waits,
+            "checked": self.checked,
             "world_size": figures.world_size,
             "goodput": round(result.goodput if result else figures.goodput, 4),
             "wall_s": round(figures.wall_s, 1),

@@ -22,6 +22,7 @@ const sections = {
       ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)]];
     fill($("#state dl"), figures.filter(([, value]) => value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     say($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
+    say($("#checked"), news.checked);
     tick(); openSeenLog();
   },
   ranks({ ranks }) {

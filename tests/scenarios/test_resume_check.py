@@ -1,0 +1,121 @@
+"""`train.check_resume=true`, as a person types it: one line on the steps that were repeated."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raydist.shared.kinds import EventJson
+from tests.conftest import ROOT
+from tests.programs import Program
+
+pytestmark = pytest.mark.slow
+WORDS = (
+    f"job={ROOT}/tests/scripts/repeats.py",
+    "name=repeats",
+    "group=inline",
+    "train.steps=14",
+    "train.check_resume=true",
+    "optim=sgd",
+    "data.global_batch=16",
+    "seed=5",
+    "watch.progress=lines",
+)
+
+
+def start(folder: Path, *words: str) -> Program:
+    size = () if any(word.startswith("scale=") for word in words) else ("scale=1x2",)
+    return Program(folder, *WORDS, *size, *words)
+
+
+def finished(program: Program) -> EventJson:
+    """Return the only comparison of a run, once it has finished."""
+    assert program.wait(300) == 0, program.screen
+    (checked,) = program.events("checked")
+    return checked
+
+
+def warnings(program: Program) -> list[str]:
+    return [text for text in program.result()["warnings"] if "did not resume exactly" in text]
+
+
+def equal(program: Program, checked: EventJson) -> None:
+    """Assert that the ninth and the tenth step were repeated, to the bit, and that it is shown."""
+    assert checked["text"].endswith("to the bit, and the samples")
+    assert (checked["resumed"], checked["steps"], checked.get("differs")) == (8, 2, None)
+    assert f"check {checked['text']}\n" in program.screen
+    assert warnings(program) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("parallel=fsdp",), ("job.args.stream=true",), ("restart.in_place=auto",)],
+    ids=["ddp", "fsdp", "stream", "in place"],
+)
+def test_a_restart_repeats_steps_to_the_bit(tmp_path: Path, words: tuple[str, ...]) -> None:
+    program = start(tmp_path, "job.args.end=kill", *words)
+    equal(program, finished(program))
+    (back,) = program.events("restarted")
+    assert back["repeated"] == 2
+
+
+def test_a_loss_that_depends_on_the_time_is_found(tmp_path: Path) -> None:
+    program = start(tmp_path, "job.args.end=kill", "job.args.noise=true")
+    checked = finished(program)
+    assert (checked["resumed"], checked["differs"], checked["what"]) == (8, 9, "loss")
+    assert len(warnings(program)) == 1
+    assert "warning: the training did not resume exactly: the loss of step 9" in program.screen
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the run folder of a training that Ctrl-C has stopped."""
+
+    @cache
+    def run(division: str) -> Path:
+        folder = tmp_path_factory.mktemp(division)
+        program = start(folder, "job.args.end=wait", f"parallel={division}")
+        program.wait_for_step(10, 300)
+        program.signal(signal.SIGINT)
+        assert program.wait(300) == 130
+        assert program.events("checked") == []
+        return program.run_dir
+
+    return run
+
+
+@pytest.mark.parametrize("division", ["ddp", "fsdp"])
+def test_a_resumed_run_repeats_steps_to_the_bit(
+    tmp_path: Path, stopped: Callable[[str], Path], division: str
+) -> None:
+    program = start(tmp_path, f"resume={stopped(division)}", f"parallel={division}")
+    equal(program, finished(program))
+
+
+def test_another_order_of_the_samples_is_found(
+    tmp_path: Path, stopped: Callable[[str], Path]
+) -> None:
+    program = start(tmp_path, f"resume={stopped('ddp')}", "seed=6")
+    checked = finished(program)
+    assert (checked["resumed"], checked["differs"], checked["what"]) == (8, 9, "samples")
+    assert len(warnings(program)) == 1
+
+
+def test_the_last_step_that_was_recorded_leaves_nothing_to_compare(tmp_path: Path) -> None:
+    program = start(tmp_path, "job.args.end=kill", "snapshot.every=1")
+    checked = finished(program)
+    assert (checked["resumed"], checked["steps"], checked.get("differs")) == (10, 0, None)
+    assert warnings(program) == []
+
+
+def test_without_the_setting_nothing_is_compared(tmp_path: Path) -> None:
+    program = start(tmp_path, "job.args.end=kill", "train.check_resume=false", "snapshot.every=4")
+    assert program.wait(300) == 0, program.screen
+    assert program.events("checked") == []
+    reports: list[dict[str, Any]] = program.events("report")
+    assert not any("samples_hash" in report for report in reports)
