@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from raydist.cluster import ray_private
@@ -25,6 +26,9 @@ from tests.leftovers import Session
 ROOT = Path(__file__).parent.parent
 CPUS = 4
 """CPUs of the cluster that tests share."""
+# On a busy machine an example may take longer than hypothesis's 0.2 s.
+hypothesis.settings.register_profile("raydist", deadline=None)
+hypothesis.settings.load_profile("raydist")
 SESSION = pytest.StashKey[Session]()
 LEFT = pytest.StashKey[list[str]]()
 KEPT = pytest.StashKey[list[str]]()
