@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from raydist.watch.trackers import Ledger
 from tests import trackers
-from tests.browser import Browser, needs_chromium
+from tests.browser import PATIENCE_S, Browser, needs_chromium
 from tests.programs import Program
 from tests.scenarios.test_track import ledger
 from tests.scenarios.test_watch_page import DRAWN, assert_only_local, status_of, watching
 from tests.scenarios.test_watch_rig import first_event
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
+TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 JOB = """
 import os, time
 import raydist
@@ -29,7 +32,7 @@ import raydist
 def job(config, factor: float = 0.0):
     for step in range(1, 41):
         raydist.report(step=step, loss=factor / step, steps=40)
-        while step == 20 and not os.path.exists("go"):
+        while step == 20 and not os.path.exists(f"go-{factor:g}"):
             time.sleep(0.05)
     if factor == 3:
         raise ValueError("too <b>great</b>")
@@ -57,20 +60,30 @@ def swept(ray_address: str) -> Iterator[Swept]:
                "WANDB_MODE": "offline", "HOME": name}  # fmt: skip
         for variable, value in env.items():
             on.setenv(variable, value)
-        (there / "job.py").write_text(JOB.replace('"go"', f'"{name}/go"'))
+        (there / "job.py").write_text(JOB.replace("go-", f"{name}/go-"))
         words = ["job=job.py", "job.args.factor=1,2,3", "scale=1x1", "backend=gloo", "restart=none", "sweep.parallel=2",
                  "sweep.objective=min:loss", f"hydra.sweep.dir={folder}", "watch.page=true"]  # fmt: skip
-        track = [] if trackers.MISSING else ["track=[tensorboard,mlflow,wandb,trackio]"]
+        track = [] if trackers.MISSING else [f"track=[{','.join(TRACKERS)}]"]
         program = Program(there, *words, *track, address=ray_address, module="raydist.tools.sweep")
         program.wait_until(lambda: "page  http" in program.screen, "link")
         (link,) = re.findall(r"page  (http\S+)", program.screen)
         _, running = first_event(f"{link}trials", both_wait)
-        (there / "go").touch()
+        # On a busy machine a tracker starts slower than the 30 s that it has after the end of a run.
+        for trial in range(3):
+            if track:
+                wait_until(lambda n=trial: begun(folder / str(n)), "its trackers", PATIENCE_S)  # type: ignore[misc]
+            (there / f"go-{trial + 1}").touch()
         _, last = first_event(
             f"{link}trials", lambda name, news: name == "sweep" and news["state"] == "finished"
         )
         assert program.wait() == 0, program.screen
         yield Swept(folder, running, last, env)
+
+
+def begun(trial: Path) -> bool:
+    """Return whether each tracker of a trial has begun to write."""
+    ledgers = [Ledger.read(trial, name) for name in TRACKERS]
+    return all(each.newest_step >= 0 for each in ledgers)
 
 
 def both_wait(name: str, news: Any) -> bool:
