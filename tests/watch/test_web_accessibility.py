@@ -81,9 +81,9 @@ def violations(browser: Browser) -> Any:
     [
         ("", "document.querySelectorAll('#runs tbody tr').length == 4"),
         (
-            "?run=one&with=two",
-            "raydist.charts.lr.plot.data.length == 3"
-            " && document.querySelectorAll('#settings tbody tr').length == 1"
+            "?run=one&with=two&with=three",  # lines of three colours
+            "raydist.charts.lr.plot.data.length == 4"
+            " && document.querySelector('#settings tbody tr')"
             " && document.querySelectorAll('#runs tbody tr').length == 4",
         ),
         ("?run=three", f"{DRAWN} && document.querySelector('#failures article')"),
