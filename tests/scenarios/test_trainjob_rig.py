@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.ray,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     requires_root,
 ]
 RUNTIME = ROOT / "deploy" / "kubernetes" / "trainjob" / "runtime.yaml"
@@ -71,7 +71,7 @@ def test_the_pods_of_a_trainjob_train_also_after_the_first_one_was_replaced(rig:
     with output.open("w") as file:
         worker = start(rig, 1, stdout=file, stderr=file)  # before the first pod has Ray
     for attempt in (1, 2):
-        screen = finish(start(rig, 0), timeout=420).stdout
+        screen = finish(start(rig, 0), timeout=800).stdout
         results = [*(first.folder / "runs").glob("*/*/result.json")]
         assert len(results) == attempt, f"{screen}\n{output.read_text()}"
         assert {json.loads(each.read_text())["world_size"] for each in results} == {2}
@@ -83,7 +83,7 @@ def test_the_pods_of_a_trainjob_train_also_after_the_first_one_was_replaced(rig:
 
 
 def test_the_exit_code_of_a_wrong_setting_is_that_which_is_not_repeated(rig: Rig) -> None:
-    done = finish(start(rig, 0, nodes=1, arguments=["trian.steps=5"]), check=False, timeout=420)
+    done = finish(start(rig, 0, nodes=1, arguments=["trian.steps=5"]), check=False, timeout=800)
     (job,) = yaml.safe_load(RUNTIME.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
     refused, *_ = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert refused["action"] == "FailJob"
