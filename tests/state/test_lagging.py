@@ -367,7 +367,9 @@ def test_reports_come_in_order_each_when_its_device_has_the_loss(
     device, reports = Lagging(), list[tuple[int, float]]()
     monkeypatch.setattr(fit, "device_of", lambda _: device)
     monkeypatch.setattr(
-        context, "report", lambda step, loss, **_: reports.append((step, float(loss)))
+        context,
+        "emit_report",
+        lambda step, values, **_: reports.append((step, float(values["loss"]))),
     )
     reporter, loss = fit.MetricReporter(torch.device("cpu")), torch.zeros(())
     for step in range(1, 6):
