@@ -60,9 +60,9 @@ def detected_by_raydist(kind: Kind, ranks: int) -> float:
     """Return what the other benches measured, and what more ranks add to it."""
     if kind == "hang":
         return 8.0 + deadlines.late_answer(ranks)  # bench driver: "a hang is certain"
-    return (
-        7.3 if kind == "host" else 0.1
-    )  # bench silence, with Ray as deploy/node starts it; driver
+    if kind == "host":
+        return 7.3  # bench silence, with Ray as deploy/node starts it
+    return 0.1  # bench driver
 
 
 SNAPSHOT_SHARE = 0.05

@@ -159,12 +159,8 @@ class SnapshotBuffers:
 
     def has_shards(self) -> bool:
         """Return whether these memories hold parts of ranks, and no whole state."""
-        pages = {
-            local: os.pread(descriptor, PAGE, 0) for local, descriptor in self.descriptors.items()
-        }
-        kept = any(
-            complete_slots(page) or complete_slots(page, REPLICA_SLOTS) for page in pages.values()
-        )
+        pages = first_pages(self.descriptors)
+        kept = any(complete_slots(page) or complete_slots(page, REPLICA_SLOTS) for page in pages)
         return kept and not whole_slots(pages[0])
 
     def release(self, agent: socket.socket) -> None:

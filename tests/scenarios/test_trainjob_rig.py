@@ -39,11 +39,18 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
+def job_of_runtime() -> dict[str, Any]:
+    """Return the Job that the runtime makes of a TrainJob."""
+    job: dict[str, Any]
+    (job,) = yaml.safe_load(RUNTIME.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
+    return job
+
+
 def start(
     rig: Rig, index: int, nodes: int = 2, arguments: Sequence[str] = ARGS, **options: Any
 ) -> subprocess.Popen[str]:
     """Start the container of a pod as Kubernetes does."""
-    (job,) = yaml.safe_load(RUNTIME.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
+    job = job_of_runtime()
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     host = rig.hosts[index]
     pod = {
@@ -84,7 +91,7 @@ def test_the_pods_of_a_trainjob_train_also_after_the_first_one_was_replaced(rig:
 
 def test_the_exit_code_of_a_wrong_setting_is_that_which_is_not_repeated(rig: Rig) -> None:
     done = finish(start(rig, 0, nodes=1, arguments=["trian.steps=5"]), check=False, timeout=800)
-    (job,) = yaml.safe_load(RUNTIME.read_text())["spec"]["template"]["spec"]["replicatedJobs"]
+    job = job_of_runtime()
     refused, *_ = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert refused["action"] == "FailJob"
     assert done.returncode in refused["onExitCodes"]["values"], done.stdout + done.stderr
