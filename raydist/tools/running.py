@@ -12,11 +12,12 @@ from raydist.messages.operate import Refused
 from raydist.messages.wire import Message
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.events import EVENTS
 from raydist.shared.own_path import machine_id
 from raydist.tools.command_line import ToolParser
 from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, read_address
 from raydist.watch.operate.relay import RelayedConnection, connect_here
-from raydist.watch.web.runs import EVENTS, no_run, runs_below
+from raydist.watch.web.runs import no_run, runs_below
 
 Kind = TypeVar("Kind", bound=Message)
 Link = CommandLink | RelayedConnection

@@ -20,7 +20,7 @@ from raydist.cluster import ray_private
 from raydist.reporting.trace import trace_of
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
-from raydist.shared.events import read_events
+from raydist.shared.events import EVENTS, read_events
 from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.tools import command_line, submit
@@ -28,7 +28,7 @@ from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch.web.export import export, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored
-from raydist.watch.web.runs import EVENTS, find_place, no_run
+from raydist.watch.web.runs import find_place, no_run
 from raydist.watch.web.server import PageServer, link, open_port, serve_page
 from raydist.watch.web.sweep import FollowedSweep, is_sweep
 

@@ -15,13 +15,14 @@ import pytest
 
 from raydist.reporting.curves import Curve, thinned
 from raydist.shared import kinds
+from raydist.shared.events import EVENTS
 from raydist.shared.kinds import Event
 from raydist.watch.web import mirror
 from raydist.watch.web.follow import LOOKED_S, FollowedRun, SameFile, Silence, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes
 from raydist.watch.web.mirror import Mirror, stored
 from raydist.watch.web.model import Model, port_rates
-from raydist.watch.web.runs import EVENTS, TAIL, find_place, run_row
+from raydist.watch.web.runs import TAIL, find_place, run_row
 from tests.records import changed, event, line
 
 

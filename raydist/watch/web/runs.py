@@ -11,13 +11,12 @@ from typing import NamedTuple, TypedDict
 from raydist.reporting.progress import PROGRESS_NAMES
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, nearest
-from raydist.shared.events import parse_event
+from raydist.shared.events import EVENTS, parse_event
 from raydist.shared.rank_names import counted
 from raydist.watch.web.model import QUIET_S
 from raydist.watch.web.saved_settings import CONFIG, differing, read_settings
 from raydist.watch.web.sweep import SUMMARY, FollowedSweep, finite, is_sweep, trials_shown
 
-EVENTS = "events.jsonl"
 TAIL = 1 << 16
 """Bytes at the end of a run's events in which its result is searched.
 
