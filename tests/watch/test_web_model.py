@@ -21,7 +21,8 @@ from raydist.watch.web import mirror
 from raydist.watch.web.follow import LOOKED_S, FollowedRun, SameFile, Silence, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes
 from raydist.watch.web.mirror import Mirror, stored
-from raydist.watch.web.model import Model, port_rates
+from raydist.watch.web.model import Model
+from raydist.watch.web.node_figures import port_rates
 from raydist.watch.web.runs import TAIL, find_place, run_row
 from tests.records import changed, event, line
 

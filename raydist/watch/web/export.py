@@ -8,13 +8,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from raydist.watch.web.follow import FollowedRun, Viewer, log_name, read_from
+from raydist.watch.web.model import Model
+from raydist.watch.web.node_figures import FiguresShown
 from raydist.watch.web.server import STATIC, run_settings
 from raydist.watch.web.sweep import FollowedSweep
 
+NODES = 16
+"""Number of nodes of which all figures go into the file: those of the ranks with a failure first.
+
+Of the others it has the newest figures, and the lines in the charts of all nodes.
+"""
 LOGS = 32
 """Number of ranks whose logs go into the file: all ranks with a failure, then the first ones."""
 
@@ -40,10 +47,18 @@ async def export(run: FollowedRun, to: Path) -> None:
         "pages": {
             name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()
         },
+        "nodes": node_figures(run.model, ranks),
         "settings": (await run_settings(run))._asdict(),
         "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
     }
     to.write_text(one_file("index.html", data), encoding="utf-8")
+
+
+def node_figures(model: Model, ranks: Iterable[int]) -> dict[str, FiguresShown]:
+    """Return the figures of the nodes of these ranks; under an empty name, those of all nodes."""
+    placed = dict.fromkeys(model.ranks[rank].host for rank in ranks if rank in model.ranks)
+    hosts = [host for host in placed if host in model.nodes.newest][:NODES]
+    return {host: model.nodes.shown(host) for host in ["", *hosts]}
 
 
 async def export_sweep(sweep: FollowedSweep, to: Path) -> None:

@@ -14,6 +14,7 @@ from raydist.reporting.result import Figures
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from raydist.watch.web.lanes import LANES, Lanes
+from raydist.watch.web.node_figures import NodeFigures
 
 RATE_S = 1.0
 """Minimum time between two points of the curve of the rate."""
@@ -72,8 +73,7 @@ class Model:
     steps: dict[int, int] = field(default_factory=dict)
     """By rank, the newest step. It changes with every report."""
     marks: dict[str, list[CurveMark]] = field(default_factory=dict)
-    nodes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By host, its newest load, with the bytes per second of each port."""
+    nodes: NodeFigures = field(default_factory=NodeFigures)
     run: kinds.Run | None = None
     result: kinds.Result | None = None
     waits: str = ""
@@ -85,15 +85,16 @@ class Model:
     """Number of reports of rank 0."""
     longest_s: float = 0.0
     """The longest time between two events."""
-    _loads: dict[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
     _rated: float = 0.0
 
     def add(self, event: Event) -> None:
         """Process one event."""
         if isinstance(event, kinds.Run):  # another run in the same folder continues its curves
-            vars(self).update(
-                vars(Model(run=event, curves=self.curves, lanes=self.lanes, waits="for Ray"))
+            nodes = self.nodes.for_next_run()
+            anew = Model(
+                run=event, curves=self.curves, lanes=self.lanes, nodes=nodes, waits="for Ray"
             )
+            vars(self).update(vars(anew))
         if isinstance(event, kinds.Report) and event.rank:
             self.steps[event.rank] = event.step or 0  # most events of a large run: the step counts
             return
@@ -118,7 +119,7 @@ class Model:
                 for rank, (own, whole) in event.ranks.items():
                     self._note(int(rank), own_s=own, step_s=whole)
             case kinds.Nodes():
-                self._on_nodes(event)
+                self.nodes.add(event)
             case kinds.Hang():
                 for culprit in event.ranks:
                     self._note(culprit, state="hangs")
@@ -217,15 +218,6 @@ class Model:
             self._note(int(rank), own_s=own, step_s=whole, state=state)
             self.steps[int(rank)] = step
 
-    def _on_nodes(self, event: kinds.Nodes) -> None:
-        for host, load in event.nodes.items():
-            t, before = self._loads.get(host, (0.0, {}))
-            self._loads[host] = (event.t, load)
-            self.nodes[host] = {
-                **load,
-                "ports": port_rates(load["ports"], before.get("ports", {}), event.t - t),
-            }
-
     def _mark(self, kind: str, step: int, t: float, text: str) -> None:
         marks = self.marks.setdefault(kind, [])
         marks.append({"kind": kind, "step": step, "t": t, "text": text})
@@ -252,7 +244,7 @@ class Model:
             "failures": {
                 "failures": [failure_row(failure) for failure in self.figures.failures.found]
             },
-            "nodes": {"nodes": self.nodes},
+            "nodes": {"nodes": self.nodes.newest},
             "launch": {
                 "launch": {name: round(s, 3) for name, s in self.figures.launch.items()},
                 "spent": self._spent(),
@@ -314,23 +306,6 @@ class Model:
         It is three times the longest silence, at least QUIET_S.
         """
         return max(QUIET_S, 3 * self.longest_s)
-
-
-def port_rates(
-    now: Mapping[str, Any], before: Mapping[str, Any], s: float
-) -> dict[str, list[float] | None]:
-    """Return the bytes per second [received, sent] of each port over the last `s` seconds.
-
-    None if they are unknown.
-    """
-    return {
-        name: [
-            max(0.0, round((new - old) / s)) for new, old in zip(counts, before[name], strict=True)
-        ]
-        if name in before and s > 0
-        else None
-        for name, counts in now.items()
-    }
 
 
 def failure_row(failure: Failure) -> Section:

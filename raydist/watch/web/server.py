@@ -82,6 +82,7 @@ class PageServer:
             "stream": self.stream,
             "curves": self.curves,
             "csv": self.csv,
+            "nodes": self.nodes,
             "settings": self.settings,
             "file": self.file,
             "log": self.log,
@@ -216,6 +217,13 @@ class PageServer:
             name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()
         }
         return as_json({"began": run.model.figures.began, "curves": pieces})
+
+    async def nodes(self, request: web.Request) -> web.Response:
+        """Return the figures over time of one node, or of all nodes."""
+        run = self.run(request)
+        while await run.catch_up() < 1:
+            pass
+        return as_json(run.model.nodes.shown(request.query.get("host", "")))
 
     async def csv(self, request: web.Request) -> web.Response:
         """Return every point of one curve as CSV: step, seconds since the epoch, value."""

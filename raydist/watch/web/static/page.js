@@ -37,7 +37,7 @@ const sections = {
       rows.map(([rank]) => rank));
   },
   lanes(news) { lanes = news; drawLanes(); },
-  marks(news) { marks = news.marks; drawLanes(); redraw(); },
+  marks(news) { marks = news.marks; drawLanes(); redraw(); nodeFigures.redraw(); },
   failures({ failures }) {
     fill($("#failures div"), failures.length ? failures.slice().reverse().map((one) => h("article", {},
       h("p", {}, h("strong", {}, `rank ${one.rank} on ${one.host}, step ${one.step}: ${one.how}`), ` · ${new Date(one.at * 1000).toLocaleString()}`),
@@ -52,6 +52,7 @@ const sections = {
     table($("#nodes table"), [["host"], ["CPU"], ["memory"], ["GPUs"], ["network ports"]], Object.entries(nodes).map(([host, load]) =>
       [host, meter(load.cpu), [meter(load.memory[0] / load.memory[1]), ` ${memory(load.memory)}`], load.gpus.map(gpu), Object.entries(load.ports).map(port)]), Object.keys(nodes));
     if (!Object.keys(nodes).length) fill($("#nodes table"), h("caption", { className: "faint" }, "no figures yet: the first come after ten seconds"));
+    nodeFigures.take(Object.keys(nodes));
   },
   launch({ launch, spent }) {
     const [first, second] = document.querySelectorAll("#launch .bars");
@@ -82,6 +83,8 @@ function tick() {
   say($("#waits"), (silent ? `No event for ${clock(silence())}: the driver has ended without a result, or waits. ` : "")
     + (state.waits ? `${state.attempt > 1 ? `attempt ${state.attempt}: ` : ""}waits ${state.waits.startsWith("for ") || state.waits.startsWith("until ") ? "" : "for: "}${state.waits}` : ""));
 }
+
+const nodeFigures = nodeCharts({ began: () => state.began, restarts: () => marks.filter(({ kind }) => kind === "restart").map(({ t }) => t) });
 
 // --- lanes
 
@@ -407,7 +410,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "x") $(`[name=by]:not(:checked)`).click();
   else if (event.key === "/") { event.preventDefault(); $("#text").focus(); }
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); Object.values(charts).forEach(({ plot }) => plot.redraw()); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); nodeFigures.redraw(); Object.values(charts).forEach(({ plot }) => plot.redraw()); });
 
 if (data) {
   $("#beside").hidden = true;
@@ -421,4 +424,4 @@ if (data) {
   };
   if (query.get("run")) { stream(); listRuns(); } else listRuns().then((here) => here && stream());
 }
-window.raydist = { curves, charts };  // for whoever wants the numbers in the browser's console
+window.raydist = { curves, charts, nodes: nodeFigures.charts };  // for whoever wants the numbers in the browser's console
