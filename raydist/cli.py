@@ -35,6 +35,7 @@ COMMANDS = (
     Command("debug", "tools.debug", "enter pdb in a rank, or where breakpoint() waits"),
     Command("profile", "tools.profile", "profile the same steps of all ranks, in one file"),
     Command("save", "tools.save", "have a run save a checkpoint now, without stopping"),
+    Command("set", "tools.set", "change the learning rate, … of a run that runs"),
     Command("stop", "tools.stop", "stop a run as Ctrl-C does, its state saved"),
     Command("queue", "tools.queue", "list the runs of a cluster that run, and those that wait"),
     Command("sweep", "tools.sweep", "run a job with many settings, side by side"),

@@ -5,6 +5,8 @@ rendezvous, started ranks.
 
     actors.py             The actors of a worker group: one per rank, in its bundle, and one per
                           standby node
+    changes.py            Settings that a person has changed in a run, which each later attempt
+                          repeats
     flush.py              Writes a run's last state to the disk: a whole one by any node, a sharded
                           one by all
     gangs.py              The worker groups of ended runs, for later runs of this process with equal

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from raydist.launch.changes import Changes
 from raydist.network.names import EnvVar
 from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
@@ -55,6 +56,8 @@ class RunCheckpoints:
     """The checkpoints of one training: where they go, and which one each attempt resumes from."""
 
     def __init__(self, job: Job) -> None:
+        self.changes = Changes()
+        """What an attempt that resumes from an earlier state has to repeat."""
         self._job = job
         self._folder = ""
         """Where they go, as text, so that no connection to a store is kept. Empty before the first
@@ -63,12 +66,16 @@ class RunCheckpoints:
     def variables(self, warn: Warn) -> list[EnvVar]:
         """Return the variables of the next attempt.
 
-        They are RAYDIST_RESUME and, if checkpoints do not go into the run folder, where they go.
+        They are RAYDIST_RESUME, where checkpoints go if not into the run folder, and the settings
+        that were changed in the run.
         The attempt resumes from what `resume=` specifies; after a restart, from this training's
         newest checkpoint, if there is one. Raises ConfigError if the storage can't be read. If a
         restart can't read it, there is no RAYDIST_RESUME: a rank without a snapshot then looks for
         checkpoints itself.
         """
+        return [*self._of_checkpoints(warn), *self.changes.begin_attempt()]
+
+    def _of_checkpoints(self, warn: Warn) -> list[EnvVar]:
         try:
             with environment(self._job.env):
                 return [*self._resume(warn), *self._place()]

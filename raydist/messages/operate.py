@@ -137,6 +137,14 @@ class SaveNow(OperateMessage):
 
 
 @dataclass(frozen=True)
+class ChangeSettings(OperateMessage):
+    """Have all ranks go on with other settings; reply with TextReply before and after."""
+
+    words: Sequence[str]
+    """As typed: `optim.lr=0.01`."""
+
+
+@dataclass(frozen=True)
 class StopRun(OperateMessage):
     """Reply with TextReply, and stop the run; the connection closes when the ranks have ended."""
 

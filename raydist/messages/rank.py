@@ -109,8 +109,8 @@ class DoAfter(Request[None], RankMessage):
 
     step: int
     what: str
-    """save: save a checkpoint. profile: begin the profile that PrepareProfile named; `values` has
-    the number of its `steps`."""
+    """save: save a checkpoint. set: go on with these `values` of settings, by name. profile: begin
+    the profile that PrepareProfile named; `values` has the number of its `steps`."""
     values: Mapping[str, Any]
     fit: int = 0
     """As Holding.fit."""

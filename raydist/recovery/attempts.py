@@ -9,6 +9,7 @@ from pathlib import Path
 
 from raydist.cluster.placement import Plan
 from raydist.launch import mpi, run_storage
+from raydist.launch.changes import Changes
 from raydist.launch.payload import RemoteCall, unpack_all
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network import variables as network_variables
@@ -48,6 +49,11 @@ class Attempts:
         self._held: int | None = None
         """The step of that state, according to rank 0's fork server; -1: there is none. None:
         unknown."""
+
+    @property
+    def changes(self) -> Changes:
+        """The settings that were changed in the run."""
+        return self._checkpoints.changes
 
     @property
     def made(self) -> int:

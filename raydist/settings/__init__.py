@@ -3,6 +3,7 @@
 Takes overrides from a command line and the groups of conf/. Returns a frozen, checked config.Job,
 or raises a ConfigError that names the value and what to type instead. Starts nothing.
 
+    changeable.py         The settings of raydist.fit that may change while it runs (`raydist set`)
     choices.py            A config source for choices without a file: scale=2x8, any model,
                           optimizer, job
     compose.py            Overrides -> Job: Hydra composes conf/ and the overrides, checked before

@@ -38,7 +38,7 @@ With one value for all ranks the run would hang.
 
 def validate(job: Job) -> Job:
     """Return the job itself; ConfigError for the first value that cannot be right."""
-    _check_fields(job, "")
+    check_fields(job, "")
     if (best := job.checkpoint.best) is not None:
         mode, _, metric = best.partition(":")
         if mode not in ("max", "min") or not metric or metric != metric.strip():
@@ -112,7 +112,7 @@ def validate(job: Job) -> Job:
     return job
 
 
-def _check_fields(node: Any, prefix: str) -> None:
+def check_fields(node: Any, prefix: str) -> None:
     """Apply the checks that a field itself defines: one of a few values, or limits.
 
     A number must be finite.
@@ -123,7 +123,7 @@ def _check_fields(node: Any, prefix: str) -> None:
             field.metadata.get(key) for key in ("choices", "least", "below", "most")
         )
         if dataclasses.is_dataclass(value):
-            _check_fields(value, f"{name}.")
+            check_fields(value, f"{name}.")
         elif choices is not None and value not in choices:
             raise ConfigError.unknown(
                 name,

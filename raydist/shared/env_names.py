@@ -8,6 +8,8 @@ from __future__ import annotations
 
 CACHE = "RAYDIST_CACHE"
 """The folder in which raydist.tools.horovod keeps its builds, for all runs of a user."""
+CHANGES = "RAYDIST_CHANGES"
+"""Settings that were changed in the run (`raydist set`), and after which steps, as JSON."""
 CHECKPOINTS = "RAYDIST_CHECKPOINTS"
 """Where the checkpoints of the run are, if not in the run folder: a folder or a URL."""
 KEEP_WARM = "RAYDIST_KEEP_WARM_S"

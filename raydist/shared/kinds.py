@@ -316,6 +316,17 @@ class Held(OfRank):
     function: str = ""
 
 
+class Changed(OfRank):
+    """Settings were changed in the run (`raydist set`): all ranks go on with other values."""
+
+    step: int
+    """The step after which."""
+    before: Mapping[str, float | int | None]
+    """By name: the values until then."""
+    after: Mapping[str, float | int | None]
+    """By name: the new values."""
+
+
 class Profiled(OfRank):
     """A rank has written its part of a profile (`raydist profile`), or could not."""
 

@@ -34,6 +34,7 @@ Each takes the same overrides as `python -m raydist.train`.
     running.py            Find the run that a person means, connect to its driver, and ask it
     save.py               The command `raydist save`: have a run save a checkpoint now, without
                           stopping
+    set.py                The command `raydist set`: change settings of a run while it runs
     stacks.py             The command `raydist stacks`: where in their programs the ranks of a run
                           are
     stop.py               The command `raydist stop`: stop a run as Ctrl-C does

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -12,9 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import Dataset
 
+from raydist.settings.changeable import Number, Values, value_of
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
-from raydist.shared import kinds
+from raydist.shared import env_names, kinds
 from raydist.shared.errors import ConfigError, NonFiniteError, RaydistError, nearest
 from raydist.state.device import Mark, device_of
 from raydist.state.snapshot import cloned
@@ -27,6 +30,7 @@ from raydist.training.step import Loss, StepFigures, Stepper
 from raydist.training.training_state import TrainingProgress, TrainingState
 from raydist.training.waits import DataWait
 from raydist.worker import checkpoint, context, profiling
+from raydist.worker.agreed import Action
 from raydist.worker.backends import Comm
 
 
@@ -114,7 +118,7 @@ def fit(
             checkpointer: Checkpointer = kind(config, comm)
             trained = RankModel(config, module, comm, me.device, rate)
             state = begin_or_resume(config, trained, loss, order, batches, checkpointer)
-            return Training(config, state, batches, tests, checkpointer, waits).run()
+            return Training(state, batches, tests, checkpointer, waits).run()
 
         return outlive(comm, order, train_on)
 
@@ -155,6 +159,7 @@ def begin_or_resume(
     state.seed()
     if found is not None:
         state.restore(found, batches)
+        state.keep_changes(position)
     checkpointer.begin(step)
     return state
 
@@ -173,14 +178,12 @@ class Training:
 
     def __init__(
         self,
-        job: Job,
         state: TrainingState,
         batches: Iterable[Any],
         tests: TestSet | None,
         checkpointer: Checkpointer,
         waits: DataWait,
     ) -> None:
-        self.job = job
         self.state = state
         self.batches = batches
         self.tests = tests
@@ -194,13 +197,16 @@ class Training:
         self.skipped = 0
         """Steps of this attempt that changed no weight (`train.nan=skip`)."""
 
+    @property
+    def job(self) -> Job:
+        """The settings, which may change from step to step."""
+        return self.state.job
+
     def run(self) -> dict[str, float]:
         """Train from the current step to the end; return the last loss and the last metrics."""
         progress = self.state.progress
         order = self.state.order
         stepper = self.state.stepper
-        train, save_every = self.job.train, self.job.checkpoint.every
-        evaluate_every = 0 if train.evaluate_steps else train.evaluate_every
         self._announce()
         # A checkpoint is saved after the evaluation of its step, a snapshot is kept before it.
         if self._evaluates_after(progress.step) and self.checkpointer.saved != progress.step:
@@ -218,14 +224,20 @@ class Training:
                 order.position += order.global_batch
                 self._report(figures, rate)
                 self.waits.step(order.kind)
+                # Before the state is kept, which has the settings of the next step.
+                actions = context.current().actions.due(progress.step)
+                for action in actions:
+                    if action.what == "set":
+                        self._change(action.step, action.values)
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
                     self._leave()
-                asked = profiling.do_after_step(progress.step)
+                asked = profiling.do_after_step(progress.step, actions)
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
                     began = time.perf_counter()
                 evaluate = self._evaluates_after(progress.step)
+                save_every = self.job.checkpoint.every
                 due = asked or (save_every and progress.step % save_every == 0)
                 # The last step of an epoch of a map-style data set is saved after its evaluation.
                 save = due and (order.kind != "map" or order.more)
@@ -239,6 +251,8 @@ class Training:
             self.spent["step"] += time.perf_counter() - began
             if (progress.more or order.kind == "map") and not order.more:
                 order.next_epoch()
+                train, save_every = self.job.train, self.job.checkpoint.every
+                evaluate_every = 0 if train.evaluate_steps else train.evaluate_every
                 if evaluate_every and order.epoch % evaluate_every == 0:
                     self._evaluate()
                 if save_every is None or asked or progress.step % save_every == 0:
@@ -257,7 +271,7 @@ class Training:
         progress, rank = self.state.progress, context.rank().rank
         context.set_step(progress.step)
         context.current().stop_request.begin(progress.step)
-        context.current().actions.enter_fit(context.current().fit, progress.step)
+        self._begin_changes()
         context.emit_event(
             kinds.Begin(
                 rank=rank,
@@ -273,6 +287,26 @@ class Training:
         if finished and progress.loss is not None and rank == 0:
             values = {"loss": progress.loss.item()}
             context.emit_event(kinds.Recalled(rank=rank, step=progress.step, values=values))
+
+    def _begin_changes(self) -> None:
+        """Repeat what earlier attempts had changed: at once, or after the step of then."""
+        current, done = context.current(), self.state.progress.step
+        current.actions.enter_fit(current.fit, done)
+        made = json.loads(os.environ.get(env_names.CHANGES, "[]"))
+        mine = [(step, values) for fit, step, values in made if fit == current.fit]
+        missed: dict[str, Number] = {}
+        for step, values in mine:
+            missed |= values if step <= done else {}
+        if any(value_of(self.job, name) != value for name, value in missed.items()):
+            self._change(done, missed)
+        later = [Action(step, "set", values, current.fit) for step, values in mine if step > done]
+        current.actions.repeat(later)
+
+    def _change(self, step: int, values: Values) -> None:
+        """Go on with these settings after this step."""
+        before = self.state.change(values)
+        if context.rank().rank == 0:
+            context.emit_event(kinds.Changed(rank=0, step=step, before=before, after=values))
 
     def _evaluates_after(self, step: int) -> bool:
         """Report whether `train.evaluate_steps` asks for an evaluation after this step."""

@@ -50,9 +50,8 @@ class Stepper:
         self.loss = loss
         self.schedule = schedule
         self.shares = shares or [1 / settings.accumulate] * settings.accumulate
-        self.max_norm = settings.clip
         self.nan = settings.nan
-        self.takes_norm = settings.clip is not None or settings.grad_norm or self.nan != "ignore"
+        self.set_clip(settings)
         self.batches: list[Any] = []
         """This rank's batches of the current step, kept with `train.nan=end`."""
         self.gradients_checked = False
@@ -63,6 +62,25 @@ class Stepper:
     def rate(self) -> float:
         """The learning rate of the next step."""
         return float(self.model.optimizer.param_groups[0]["lr"])
+
+    def set_clip(self, settings: Train) -> None:
+        """Clip the gradient from now on as these settings say."""
+        self.max_norm = settings.clip
+        self.takes_norm = settings.clip is not None or settings.grad_norm or self.nan != "ignore"
+
+    def set_rate(self, rate: float) -> None:
+        """Go on with another learning rate, at the same point of the schedule."""
+        groups = self.model.optimizer.param_groups
+        self.schedule.base_lrs = [rate] * len(groups)
+        for group in groups:
+            group["initial_lr"] = rate
+        self._follow_schedule()
+
+    def _follow_schedule(self) -> None:
+        groups = self.model.optimizer.param_groups
+        rates, factors = self.schedule.base_lrs, self.schedule.lr_lambdas
+        for group, base_rate, factor in zip(groups, rates, factors, strict=True):
+            group["lr"] = base_rate * factor(self.schedule.last_epoch)
 
     def forward_backward(self, batches: Iterator[Any]) -> Callable[[], torch.Tensor]:
         """Run forward and backward of the next micro-batches, one step's.
@@ -191,10 +209,7 @@ class Stepper:
                 for k, v in state["scaler"].items()
             }
             self.scaler.load_state_dict(numbers)
-        optimizer = self.model.optimizer
-        groups = zip(optimizer.param_groups, rates, self.schedule.lr_lambdas, strict=True)
-        for group, base_rate, factor in groups:
-            group["lr"] = base_rate * factor(self.schedule.last_epoch)
+        self._follow_schedule()
 
 
 def next_batch(batches: Iterator[Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from raydist.settings.changeable import CHANGEABLE, Number, Values, value_of, with_values
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.state.snapshot_layout import State
@@ -104,14 +105,47 @@ class TrainingState:
         self, job: Job, stepper: Stepper, order: Order, progress: TrainingProgress
     ) -> None:
         self.job = job
+        """With the settings that were changed since (`raydist set`)."""
         self.stepper = stepper
         self.order = order
         self.progress = progress
+        self._typed = job
+        self._changed: dict[str, list[Number]] = {}
+        """By name: the value with which the run began, and the present one."""
 
     def position(self) -> State:
-        """Return the position in the data, which is equal on all ranks."""
+        """Return the position in the data, and the changed settings: equal on all ranks."""
         progress = self.progress
-        return {**self.order.place(), "samples": progress.samples, "warmed": progress.warmed}
+        return {
+            **self.order.place(),
+            "samples": progress.samples,
+            "warmed": progress.warmed,
+            "changed": {name: [*values] for name, values in self._changed.items()},
+        }
+
+    def change(self, values: Values) -> Values:
+        """Go on with other values of these settings; return those before."""
+        before = {name: value_of(self.job, name) for name in values}
+        self.job = with_values(self.job, values)
+        for name, value in values.items():
+            self._changed[name] = [value_of(self._typed, name), value]
+        self.stepper.set_clip(self.job.train)
+        if "optim.lr" in values:
+            rate = optim.learning_rate(self.job.optim, self.order.global_batch)
+            self.stepper.set_rate(rate)
+        return before
+
+    def keep_changes(self, position: State) -> None:
+        """Change the settings that had been changed when the state with this position was kept.
+
+        A run for which another value was typed than for that one has the typed value.
+        """
+        changed: dict[str, list[Number]] = position.get("changed", {})
+        known = {name: pair for name, pair in changed.items() if name in CHANGEABLE}
+        if same := {
+            name: now for name, (typed, now) in known.items() if value_of(self.job, name) == typed
+        }:
+            self.change(same)
 
     def common(self) -> State:
         """Return the part that is equal on all ranks, of a model that is not sharded."""

@@ -102,6 +102,11 @@ class AgreedActions(StepLimit):
             self._actions.append(action)
             self.release()
 
+    def repeat(self, actions: Sequence[Action]) -> None:
+        """Do these, which an earlier attempt had agreed on, after their steps."""
+        with self._lock:
+            self._actions += actions
+
     def arm(self, actions: Sequence[Action]) -> None:
         """Do these without another word, in a later attempt of this process too."""
         with self._lock:

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +238,10 @@ def install(base: str) -> RankProfiler:
     return _profiler
 
 
-def do_after_step(step: int) -> bool:
+def do_after_step(step: int, actions: Sequence[Action]) -> bool:
     """Do what was agreed for after this step; return whether to save a checkpoint."""
     asked = False
     profiler = _profiler
-    actions = context.current().actions.due(step)
     if profiler is not None:
         profiler.note_step(step)
     for action in actions:
@@ -250,7 +249,7 @@ def do_after_step(step: int) -> bool:
             asked = True
         elif profiler is not None and action.what == "prepare":
             profiler.prepare_armed()
-        elif profiler is not None:
+        elif profiler is not None and action.what == "profile":
             steps = action.values.get("steps") or action.values["last"] - step
             profiler.begin(step, steps)
     return asked
@@ -272,8 +271,9 @@ def count_optimizer_steps() -> None:
         if torch.compiler.is_compiling() or not getattr(here, "in_step", False):
             return
         here.in_step = False
-        if step := context.current().actions.count():
-            do_after_step(step)
+        actions = context.current().actions
+        if step := actions.count():
+            do_after_step(step, actions.due(step))
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

@@ -35,7 +35,7 @@ NOT_HERE = {
     r"s3://": "no bucket; tests/scenarios/test_storage_rig.py has one",
     r"tools\.submit|--job|--address": "no dashboard; tests/scenarios/test_submit_rig.py and "
     "test_watch_rig.py have one",
-    r"tools\.(ranks|stacks|exec|debug|profile|save|stop)": "a run that runs; tests/scenarios/test_operate.py types them",
+    r"tools\.(ranks|stacks|exec|debug|profile|save|set|stop)": "a run that runs; tests/scenarios/test_operate.py types them",
     r"tools\.queue": "runs that wait; tests/scenarios/test_queue.py types it",
     r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, "
     "test_sweep_watched.py shows one",

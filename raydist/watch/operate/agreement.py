@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raydist.launch.limits import longest
@@ -21,6 +22,7 @@ OUTSIDE = {
         "raydist save: the program is not in raydist.fit, and nobody else knows its state; it "
         "saves by raydist.checkpoint.save or by itself"
     ),
+    "set": "raydist set: the program is not in raydist.fit, which takes the new values",
     "profile": (
         "raydist profile: the program has made no step yet that raydist sees: it counts the steps "
         "of torch's optimizers (outside of torch.compile) and of raydist.fit; type seconds=2"
@@ -31,9 +33,15 @@ _one_at_a_time = threading.Lock()
 
 
 def agree_on_step(
-    group: WorkerGroup, what: str, values: Mapping[str, Any], ranks: Sequence[int]
+    group: WorkerGroup,
+    what: str,
+    values: Mapping[str, Any],
+    ranks: Sequence[int],
+    noted: Callable[[Holding], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> int:
     """Have these ranks do this after a common step; return that step.
+
+    `noted`: notes the common step; the ranks learn of it inside the block.
 
     ConfigError: the program has no such steps. LaunchError: a rank does not answer, or they are in
     different loops; all continue.
@@ -45,12 +53,18 @@ def agree_on_step(
             call.result() if call.done() and call.exception() is None else None for call in calls
         ]
         replies = [each for each in held if each is not None]
-        if len(replies) == len(held) and (last := common_step(what, replies)) is not None:
-            for rank in ranks:
-                group.call(rank, DoAfter(last.step, what, values, last.fit))
-            return last.step
-        for rank in ranks:
-            group.call(rank, ReleaseFromAction())
+        agreed = False
+        try:
+            if len(replies) == len(held) and (last := common_step(what, replies)) is not None:
+                with noted(last):
+                    for rank in ranks:
+                        group.call(rank, DoAfter(last.step, what, values, last.fit))
+                agreed = True
+                return last.step
+        finally:
+            if not agreed:
+                for rank in ranks:
+                    group.call(rank, ReleaseFromAction())
     if silent := [rank for rank, each in zip(ranks, held, strict=True) if each is None]:
         raise LaunchError(no_answer(silent))
     if len({each.fit for each in replies}) > 1:
@@ -63,7 +77,7 @@ def common_step(what: str, replies: Sequence[Holding]) -> Holding | None:
     last = max(replies, key=lambda each: each.step)
     same = all(each.fit == last.fit for each in replies)
     # The reply is the next step: 1 if there was none.
-    counted = what != "save" and all(each.step > 1 for each in replies)
+    counted = what == "profile" and all(each.step > 1 for each in replies)
     return last if same and (last.fit or counted) else None
 
 

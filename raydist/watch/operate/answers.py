@@ -9,10 +9,12 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from raydist.launch.changes import Changes
 from raydist.launch.limits import longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Examine, GetNativeStack, GetStatus
 from raydist.messages.operate import (
+    ChangeSettings,
     Debug,
     Execute,
     GetStacks,
@@ -26,6 +28,7 @@ from raydist.messages.operate import (
 )
 from raydist.messages.request import AnyReply, Request
 from raydist.messages.wire import Message
+from raydist.settings.changeable import Values, described, read_changes
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, LaunchError, Stopped
 from raydist.shared.events import Events
@@ -59,6 +62,8 @@ class OperatedRun:
     """Ray's id of the driver's node; empty without Ray."""
     stop: Callable[[Stopped], None] | None
     """Stops the run as a signal does; None: only the program that started it can."""
+    changes: Changes
+    """The settings that were changed so far."""
 
 
 def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
@@ -81,6 +86,8 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
             make_profile(run.group, run.events, request, connection)
         case SaveNow():
             save(run, connection)
+        case ChangeSettings(words):
+            change_settings(run, read_changes(words), connection)
         case StopRun(now):
             stop(run, connection, now)
         case _:
@@ -150,6 +157,39 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
         if isinstance(event, kinds.Warning) and "checkpoint" in event.text:
             raise LaunchError(event.text)
     raise LaunchError(f"no checkpoint of step {step} became complete within {SAVED_S:g} s")
+
+
+def change_settings(run: OperatedRun, values: Values, connection: CommandLink) -> None:
+    """Have all ranks go on with these settings after their current step.
+
+    ConfigError: the program is not in raydist.fit. LaunchError: it has ended before that step.
+    """
+    size, attempt = run.events.path.stat().st_size, run.changes.attempt
+    step = agreement.agree_on_step(
+        run.group,
+        "set",
+        values,
+        range(run.group.plan.world_size),
+        lambda last: run.changes.noted(attempt, last.fit, last.step, values),
+    )
+    connection.send(TextReply([f"the ranks change it after step {step}"]))
+    changed = wait_for_change(run, step, values, size)
+    text = f"{described(changed.before, changed.after)} after step {step}"
+    record(run.events, "set", text)
+    connection.send(TextReply([text]))
+
+
+def wait_for_change(run: OperatedRun, step: int, values: Values, after: int) -> kinds.Changed:
+    """Return the event of these values after this step.
+
+    `after`: as of `wait_for_saved`. LaunchError: the training ended before.
+    """
+    for event in follow_events(run.events.path, after):
+        if isinstance(event, kinds.Changed) and (event.step, event.after) == (step, values):
+            return event
+        if isinstance(event, kinds.Done | kinds.Result):
+            break
+    raise LaunchError(f"the training ended before step {step + 1}: nothing has changed")
 
 
 def stop(run: OperatedRun, connection: CommandLink, now: bool) -> None:
