@@ -184,8 +184,9 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
     plan = placement.assign_ranks(
         request := placement.resources_for(job, [node]), [node] * len(request.bundles)
     )
-    # a profile is made in a process of the rank's own
-    if alone and plan.world_size == 1 and not job.script and not job.watch.profile:
+    # a profile is made, and a person attended to, in a process of the rank's own
+    own_process = job.script or job.watch.profile or job.watch.post_mortem
+    if alone and plan.world_size == 1 and not own_process:
         return explained(inline.run_here(settled(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
     with inline.in_thread(plan, events) as group:

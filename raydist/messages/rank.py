@@ -152,6 +152,35 @@ class ProfileNow(Request[None], RankMessage):
 
 
 @dataclass(frozen=True)
+class HoldTimeouts(Request[int], RankMessage):
+    """Raise the timeouts of the rank's process groups; reply with the collectives begun so far.
+
+    The agent forwards the message to the rank.
+    """
+
+    reason: str
+    """Which session or rank it is for."""
+
+
+@dataclass(frozen=True)
+class TimeoutsHeld(RankReply):
+    """The reply to HoldTimeouts."""
+
+    begun: int
+    """Collectives of the default group; 0: unknown."""
+
+
+@dataclass(frozen=True)
+class LetGoTimeouts(Request[None], RankMessage):
+    """Put the timeouts back, unless there is another reason to raise them.
+
+    The agent forwards the message to the rank.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class HeldAt(RankReply):
     """The rank waits in the debugger, at this line."""
 
@@ -177,6 +206,10 @@ class AttachDebugger(Request[None], RankMessage):
 
     The agent forwards the message to the rank.
     """
+
+    after: int = 0
+    """The number of collectives that it begins first, if it does so within seconds: the others may
+    wait for it in these with the old timeout."""
 
 
 @dataclass(frozen=True)

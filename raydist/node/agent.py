@@ -51,6 +51,8 @@ from raydist.messages.rank import (
     DoAfter,
     HoldForAction,
     HoldRank,
+    HoldTimeouts,
+    LetGoTimeouts,
     Meet,
     PrepareProfile,
     ProfileNow,
@@ -152,6 +154,10 @@ class RankAgent:
             case PrepareProfile():
                 return await self._running().channel.prepare_profile(request)
             case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction() | Meet():
+                return self._process.channel.tell(request) if self._process is not None else None
+            case HoldTimeouts():
+                return await self._running().channel.hold_timeouts(request)
+            case LetGoTimeouts():
                 return self._process.channel.tell(request) if self._process is not None else None
             case AttachDebugger() | TellDebugger() | DetachDebugger() | ProfileNow():
                 return self._running().channel.tell(request)

@@ -14,12 +14,14 @@ from raydist.messages.rank import (
     HoldForAction,
     Holding,
     HoldRank,
+    HoldTimeouts,
     ParkRank,
     ParkReply,
     PrepareProfile,
     ProfilePrepared,
     RankMessage,
     TellActivity,
+    TimeoutsHeld,
     WentOn,
 )
 from raydist.messages.wire import Message, encode
@@ -46,6 +48,8 @@ class RankChannel:
         """Why the rank did not park, when it was last asked to."""
         self._preparing: asyncio.Future[str] | None = None
         """The PrepareProfile request that the rank has not answered yet."""
+        self._raising: deque[asyncio.Future[int]] = deque()
+        """The HoldTimeouts requests that the rank has not answered, oldest first."""
         self.debugger = DebuggerDesk()
         self.activity: Activity | None = None
         """The rank's reply to the last TellActivity."""
@@ -81,6 +85,13 @@ class RankChannel:
         self.tell(request)
         return await self._preparing
 
+    async def hold_timeouts(self, request: HoldTimeouts) -> int:
+        """Have the rank raise the timeouts of its groups; return the collectives begun so far."""
+        raised: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._raising.append(raised)
+        self.tell(request)
+        return await raised
+
     async def park(self, within_s: float) -> str:
         """Ask the rank to wait for the next attempt; return why it does not, empty if it does."""
         self._parking = asyncio.get_running_loop().create_future()
@@ -97,6 +108,8 @@ class RankChannel:
         self._note_preparing("it has ended")
         while self._holding:
             self._note_hold(LaunchError("the rank has ended"))
+        while self._raising:
+            self._note_raised(0)
         self.debugger.note(WentOn())
 
     def _note_connection(self, to_rank: asyncio.StreamWriter) -> None:
@@ -111,6 +124,8 @@ class RankChannel:
             self._note_hold(message)
         elif isinstance(message, ProfilePrepared):
             self._note_preparing(message.why_not)
+        elif isinstance(message, TimeoutsHeld) and self._raising:
+            self._note_raised(message.begun)
         elif isinstance(message, HeldAt | DebuggerSays | WentOn):
             self.debugger.note(message)
 
@@ -121,6 +136,11 @@ class RankChannel:
     def _note_preparing(self, why_not: str) -> None:
         if self._preparing is not None and not self._preparing.done():
             self._preparing.set_result(why_not)
+
+    def _note_raised(self, begun: int) -> None:
+        raised = self._raising.popleft()
+        if not raised.done():
+            raised.set_result(begun)
 
     def _note_hold(self, outcome: Holding | LaunchError) -> None:
         """Complete the oldest HoldRank, with the rank's step or with an error."""

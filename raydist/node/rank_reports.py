@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LOG_CHUNK = 1 << 20
 """Maximum bytes of a rank's output in one reply."""
 
+AT_ONCE = ("raised", "joined", "left", "held", "released", "meet_request", "save_shards")
+"""The kinds of events that the driver should get now."""
+
 
 class RankReports:
     """What one start of a rank reports, until the driver has got it."""
@@ -64,7 +67,7 @@ class RankReports:
             self.events[-1] = event
         else:
             self.events.append(event)
-        if kind in ("raised", "joined", "left", "meet_request", "save_shards"):
+        if kind in AT_ONCE:
             self.due.set()
 
     def take_events(self) -> list[EventJson]:

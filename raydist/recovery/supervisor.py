@@ -15,6 +15,7 @@ from raydist.cluster.drain import DrainNotice
 from raydist.launch.vitals import Pace, Vitals
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import RankEnd, RankNews, RecordedEnd
+from raydist.messages.rank import HoldTimeouts, LetGoTimeouts
 from raydist.recovery import classify, deadlines, phases
 from raydist.recovery.agent_calls import AgentAnswer, AgentCalls, NodeAnswer, ReachableNodes
 from raydist.recovery.classify import RankRecord
@@ -284,6 +285,8 @@ class Supervisor:
             self._meeting.introduce(rank, event)
             return
         self._events.add(event)
+        if isinstance(event, kinds.Held | kinds.Released):
+            self._set_timeouts(event)
         if self._quiesce.note(rank, event):
             self._advance(phases.Quiesced())
         if isinstance(event, kinds.Raised):
@@ -291,6 +294,15 @@ class Supervisor:
             self._advance(phases.RankRaised())
         for milestone in self._meeting.add(rank, event):
             self._events.add(milestone)
+
+    def _set_timeouts(self, event: kinds.Held | kinds.Released) -> None:
+        """Have all ranks wait for one in the debugger as long as it takes, or no longer."""
+        reason = f"rank {event.rank}"
+        for rank in self._running:
+            if isinstance(event, kinds.Held):
+                self._group.call(rank, HoldTimeouts(reason))
+            else:
+                self._group.call(rank, LetGoTimeouts(reason))
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
         """Handle the end of a rank's process. `silent`: its agent does not answer."""

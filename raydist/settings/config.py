@@ -421,6 +421,9 @@ class Watch:
     profile: str = ""
     """Steps of all ranks that are profiled, in one file in the run folder: 100..105; empty: none.
     As `raydist profile`."""
+    post_mortem: bool = False
+    """A rank that raises an exception waits there for a person before it fails, as at a
+    breakpoint(): `raydist debug` begins pdb's post-mortem."""
     job_metadata: bool = False
     """Write the result into the metadata of a job that was submitted to Ray. Ray has no public API
     for it."""

@@ -316,6 +316,10 @@ class Held(OfRank):
     function: str = ""
 
 
+class Released(OfRank):
+    """A rank that waited in the debugger goes on."""
+
+
 class Changed(OfRank):
     """Settings were changed in the run (`raydist set`): all ranks go on with other values."""
 

@@ -27,5 +27,7 @@ a heartbeat, saves states. Never imports Ray.
     standalone.py         Runs a job's file as a program, with python or torchrun
     step_timer.py         Measures a rank's compute time per step apart from its waits, in any loop
     target.py             Loads the job's function by its name, and calls it with its arguments
+    timeouts.py           Raises the timeouts of a rank's process groups while a rank is in the
+                          debugger
     torch_private.py      All private parts of torch that raydist uses, each with a fallback
 """

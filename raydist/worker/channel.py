@@ -26,6 +26,8 @@ from raydist.messages.rank import (
     HoldForAction,
     Holding,
     HoldRank,
+    HoldTimeouts,
+    LetGoTimeouts,
     Meet,
     ParkRank,
     ParkReply,
@@ -38,6 +40,7 @@ from raydist.messages.rank import (
     StopAfter,
     TellActivity,
     TellDebugger,
+    TimeoutsHeld,
 )
 from raydist.messages.wire import Message, decode, encode
 from raydist.shared import kinds
@@ -52,6 +55,7 @@ from raydist.worker.heartbeat import (
     write_compute_time,
     write_pauses,
 )
+from raydist.worker.timeouts import GroupTimeouts
 
 if TYPE_CHECKING:
     from raydist.worker.debugger import Debugger
@@ -91,6 +95,7 @@ class Channel:
         """The debugger of this rank, if it has one."""
         self.profiler: RankProfiler | None = None
         """Makes profiles of this rank, if it uses torch."""
+        self.timeouts = GroupTimeouts()
         threading.Thread(target=self._serve, name="raydist-channel", daemon=True).start()
         # A forked DataLoader worker does not have this thread, and may inherit a held lock, so it
         # sends nothing.
@@ -208,9 +213,15 @@ class Channel:
                 self.reply(ProfilePrepared("the rank has not imported torch"))
             case ProfileNow(seconds) if self.profiler is not None:
                 self.profiler.begin_now(seconds)
+            case HoldTimeouts(reason):
+                self.reply(TimeoutsHeld(self.timeouts.hold(reason)))
+            case LetGoTimeouts(reason):
+                self.timeouts.let_go(reason)
             case AttachDebugger() | TellDebugger() | DetachDebugger() if self.debugger is not None:
                 self._debug(self.debugger, message)
             case Meet() | ParkRank() | GoOn() if current.in_place is not None:
+                if isinstance(message, GoOn):  # the rank that was held has ended
+                    self.timeouts.put_back()
                 current.in_place.take(message)
             case ParkRank():
                 self.reply(ParkReply("it cannot be connected anew"))
@@ -219,8 +230,8 @@ class Channel:
         self, debugger: Debugger, message: AttachDebugger | TellDebugger | DetachDebugger
     ) -> None:
         match message:
-            case AttachDebugger():
-                debugger.attach()
+            case AttachDebugger(after):
+                debugger.attach(after)
             case TellDebugger(line):
                 debugger.take(line)
             case DetachDebugger():

@@ -13,14 +13,16 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from raydist.messages.rank import DebuggerSays, HeldAt, RankReply, WentOn
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from raydist.worker.heartbeat import STACKS_SIGNAL
+from raydist.worker.timeouts import collectives_begun
 
 DEBUG_SIGNAL = STACKS_SIGNAL - 1
 """Has the main thread enter the debugger; the rank sends it to itself."""
@@ -30,6 +32,8 @@ RAYS = "ray.util."
 """The beginning of what Ray puts into PYTHONBREAKPOINT."""
 LATER_S = 0.02
 """Seconds until the next attempt to enter."""
+BEHIND_S = 5.0
+"""Longest wait for the collectives that others have begun: a rank that hangs never makes them."""
 OWN = tuple(f"{os.sep}worker{os.sep}{name}.py" for name in ("channel", "context", "agreed"))
 """Files of raydist whose functions hold locks that the channel's thread needs."""
 
@@ -57,6 +61,12 @@ class Debugger:
         self._attached = threading.Event()
         self._turn = threading.Lock()
         """Held by the thread that is in a session."""
+        self._after, self._until = 0, 0.0
+        """How many collectives to begin before a session, and until when to wait for them."""
+        self._told = False
+        """Whether the driver was told that the rank waits."""
+        self.post_mortem = False
+        """Whether to wait at an exception that ends the program (`watch.post_mortem`)."""
 
     def install(self) -> None:
         """Have breakpoint() wait for a person, and make it possible to enter. In the main thread.
@@ -67,8 +77,12 @@ class Debugger:
         signal.siginterrupt(DEBUG_SIGNAL, False)
         sys.breakpointhook = self._on_breakpoint
 
-    def attach(self) -> None:
-        """Begin a session for a person: where the rank waits, or at its next line of Python."""
+    def attach(self, after: int = 0) -> None:
+        """Begin a session for a person: where the rank waits, or at its next line of Python.
+
+        `after`: as in AttachDebugger.
+        """
+        self._after, self._until = after, time.monotonic() + BEHIND_S
         while not self._lines.empty():  # of an earlier session
             self._lines.get()
         self._attached.set()
@@ -93,12 +107,15 @@ class Debugger:
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if frame is None or not self._attached.is_set():  # the person has gone meanwhile
             return
-        if in_own_code(frame):
+        if in_own_code(frame) or self._is_behind():
             later = threading.Timer(LATER_S, self._enter)
             later.daemon = True
             later.start()
         else:
             self._hold(frame)
+
+    def _is_behind(self) -> bool:
+        return time.monotonic() < self._until and collectives_begun() < self._after
 
     def _on_breakpoint(self, *args: Any, **options: Any) -> Any:
         # A forked DataLoader worker has no channel. PYTHONBREAKPOINT chooses another debugger, or
@@ -109,21 +126,37 @@ class Debugger:
         self._hold(sys._getframe(1))
         return None
 
+    def examine(self, error: Exception) -> None:
+        """Have a person look into what an exception has left, if that is wanted."""
+        frames = error.__traceback__
+        if self.post_mortem and frames is not None:
+            with self._in_turn() as free:
+                if free:
+                    Session(self).examine(error, frames)
+
     def _hold(self, frame: FrameType) -> None:
-        if not self._turn.acquire(blocking=False):  # another thread is in a session
-            return
-        try:
-            Session(self).begin(frame)
-        finally:
-            self._turn.release()
+        with self._in_turn() as free:
+            if free:
+                Session(self).begin(frame)
 
     @contextlib.contextmanager
-    def held(self, frame: FrameType) -> Iterator[None]:
+    def _in_turn(self) -> Iterator[bool]:
+        """Report whether no other thread is in a session; none is until the end of the block."""
+        free = self._turn.acquire(blocking=False)
+        try:
+            yield free
+        finally:
+            if free:
+                self._turn.release()
+
+    @contextlib.contextmanager
+    def held(self, frame: FrameType, line: int) -> Iterator[None]:
         """Tell that the rank waits at this line, and wait for a person; then run the block."""
-        file, line, name = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
         with self._wire.hold_beat():
             self._wire.reply(HeldAt(file, line))
             if not self._attached.is_set():
+                self._told = True
                 self._wire.emit(kinds.Held(rank=self._rank, file=file, line=line, function=name))
                 self._attached.wait()
             yield
@@ -141,6 +174,13 @@ class Debugger:
         """End the session: the person leaves, and the rank continues."""
         self._attached.clear()
         self._wire.reply(WentOn())
+        self.release()
+
+    def release(self) -> None:
+        """Tell the driver that the rank no longer waits, if it knows that it did."""
+        if self._told:
+            self._told = False
+            self._wire.emit(kinds.Released(rank=self._rank))
 
     @property
     def attached(self) -> bool:
@@ -187,14 +227,27 @@ class Session(pdb.Pdb):
         if not self._over:
             sys.settrace(self.trace_dispatch)
 
+    def examine(self, error: Exception, frames: TracebackType) -> None:
+        """Hold the program at the line that has raised; it ends afterwards."""
+        self.reset()
+        last = frames
+        while last.tb_next is not None:
+            last = last.tb_next
+        with self._debugger.held(last.tb_frame, last.tb_lineno):
+            self.message(f"{type(error).__name__}: {error}")
+            self.message("leaving the debugger lets the rank fail as it would have")
+            super().interaction(None, frames)
+        self._debugger.end()
+
     def interaction(self, frame: FrameType | None, *error: Any) -> None:
         """Hold the program, here or after a step or at a breakpoint of the session."""
         assert frame is not None
         if self._stopped and not self._debugger.attached:  # the person left while the program ran
             self.do_quit("")
+            self._debugger.release()
             return
         self._stopped = True
-        with self._debugger.held(frame):
+        with self._debugger.held(frame, frame.f_lineno):
             super().interaction(frame, *error)
         if self._over:
             self._debugger.end()

@@ -174,6 +174,8 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
     """
     try:
         job = config.from_dict(json.loads(spec.job))
+        if channel.debugger is not None:
+            channel.debugger.post_mortem = job.watch.post_mortem
         if spec.script:
             context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)
@@ -202,6 +204,8 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         else:
             traceback.print_exception(error)
+        if channel.debugger is not None and isinstance(error, Exception):
+            channel.debugger.examine(error)  # first: the others are ended once it is known
         context.emit_event(kinds.Raised(rank=context.rank().rank, **context.exception_facts(error)))
         if not spec.script:  # a script has no caller that could catch the exception
             error.__traceback__ = None  # frames can't be pickled

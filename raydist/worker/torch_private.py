@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -193,6 +194,25 @@ def set_timeout(group: Any, limit: timedelta) -> None:
     # public since torch 2.15
     change = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     change(limit, group)
+
+
+def group_timeouts() -> list[tuple[Any, timedelta]]:
+    """Return the process groups of this rank, each with the timeout of its operations.
+
+    Those whose timeout this torch does not tell are left out.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    from torch.distributed import distributed_c10d
+
+    found = []
+    world = getattr(distributed_c10d, "_world", None)
+    for group in list(getattr(world, "pg_map", ())):
+        with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+            backend = group._get_backend(group._device_types[0])
+            found.append((group, backend.options._timeout))
+    return found
 
 
 def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:

@@ -19,6 +19,7 @@ from raydist.settings.config import Backend, Job, Train
 from raydist.training import outlive
 from raydist.worker import context, stacks, torch_private
 from raydist.worker.channel import Channel
+from raydist.worker.timeouts import HELD, GroupTimeouts
 from tests.ranks import run_ranks
 from tests.worker.test_channel import Line
 
@@ -210,6 +211,54 @@ def test_the_limit_of_a_group_is_changed_without_the_public_name(tmp_path: Path)
     for result in run_ranks(2, GLOO, limit_before_torch_2_15, tmp_path):
         assert result.error == ""
         assert result.value == 77
+
+
+def limits_while_held(job: Job) -> list[list[float]]:
+    """Return the limits of two groups: before, with two reasons to raise them, one, and none."""
+    import torch
+    import torch.distributed as dist
+
+    groups: list[Any] = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=50))]
+    timeouts, found = GroupTimeouts(), []
+
+    def note() -> None:
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        found.append([each.options._timeout.total_seconds() for each in backends])
+
+    note()
+    before = timeouts.hold("a")
+    assert timeouts.hold("b") == before > 0
+    note()
+    timeouts.let_go("a")
+    note()
+    timeouts.let_go("b")
+    note()
+    return found
+
+
+def test_the_limits_of_all_groups_are_raised_while_there_is_a_reason(tmp_path: Path) -> None:
+    for result in run_ranks(2, GLOO, limits_while_held, tmp_path):
+        assert result.error == ""
+        first, both, one, none = result.value
+        assert first == none
+        assert first[1] == 50
+        assert both == one == [HELD.total_seconds()] * 2
+
+
+def held_without_the_list_of_groups(job: Job) -> int:
+    """Return what a rank replies that can't raise limits: this torch does not list its groups."""
+    library: Any = distributed_c10d
+    world = library._world
+    library._world = SimpleNamespace(default_pg=world.default_pg)
+    try:
+        return GroupTimeouts().hold("a")
+    finally:
+        library._world = world
+
+
+def test_without_the_list_of_groups_no_limit_is_raised(tmp_path: Path) -> None:
+    for result in run_ranks(2, GLOO, held_without_the_list_of_groups, tmp_path):
+        assert (result.error, result.value) == ("", 0)
 
 
 @pytest.mark.parametrize("name", ["_reconfigure", "_get_reconfigure_handle"])
