@@ -200,6 +200,7 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     job = settled(job, group.plan)
     group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
     network_check.check_network(group, events.warn)
-    run = OperatedRun(Path(job.dir), group, events, connect.own_node(), stopper(), attempts.changes)
+    folder, node, buttons = Path(job.dir), connect.own_node(), job.watch.operate
+    run = OperatedRun(folder, group, events, node, stopper(), attempts.changes, buttons)
     with OperateServer(run), collecting(job.watch.profile, group, events):
         attempts.make(job, group)

@@ -418,6 +418,9 @@ class Watch:
     page: bool = False
     """Serve a page that shows the run, on 127.0.0.1 of the driver's machine; the link is
     printed."""
+    operate: bool = True
+    """Whether the pages of the run have buttons for stacks, a profile and a checkpoint. Commands
+    such as `raydist stacks` work in any case."""
     profile: str = ""
     """Steps of all ranks that are profiled, in one file in the run folder: 100..105; empty: none.
     As `raydist profile`."""

@@ -13,7 +13,6 @@ from raydist.messages.wire import Message
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.shared.events import EVENTS
-from raydist.shared.own_path import machine_id
 from raydist.tools.command_line import ToolParser
 from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, read_address
 from raydist.watch.operate.relay import RelayedConnection, connect_here
@@ -80,7 +79,7 @@ def connect_to(folder: Path, address: DriverAddress) -> contextlib.AbstractConte
 
     ConfigError: the driver is elsewhere, and has no Ray.
     """
-    if _is_here(address):
+    if address.is_here():
         return contextlib.nullcontext()
     from raydist.cluster import connect
     from raydist.settings.config import Job
@@ -96,7 +95,7 @@ def connect_to(folder: Path, address: DriverAddress) -> contextlib.AbstractConte
 def open_link(folder: Path, address: DriverAddress) -> Link:
     """Connect to the driver. ConfigError: it has ended."""
     try:
-        if _is_here(address):
+        if address.is_here():
             return connect_here(address.socket)
         return RelayedConnection(address.socket, address.node)
     except PermissionError as error:
@@ -106,13 +105,6 @@ def open_link(folder: Path, address: DriverAddress) -> Link:
     except OSError as error:
         why = f"its driver (pid {address.pid} on {address.host}) does not answer: it has ended"
         raise no_run(str(folder), why, "the folder of a run that runs") from error
-
-
-def _is_here(address: DriverAddress) -> bool:
-    with contextlib.suppress(OSError):
-        own = os.readlink("/proc/self/ns/net")
-        return (address.machine, address.network) == (machine_id(), own)
-    return False
 
 
 def receive(link: Link, kind: type[Kind]) -> Kind:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with connected_run(one_place("raydist save", arguments.overrides)) as link:
             link.send(SaveNow())
             receive(link, TextReply)
-            print("saved", *receive(link, TextReply).lines)
+            print(*receive(link, TextReply).lines)
         return 0
 
     return run_tool(save)

@@ -64,6 +64,8 @@ class OperatedRun:
     """Stops the run as a signal does; None: only the program that started it can."""
     changes: Changes
     """The settings that were changed so far."""
+    buttons: bool
+    """Whether pages may have buttons for it."""
 
 
 def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
@@ -142,7 +144,7 @@ def save(run: OperatedRun, connection: CommandLink) -> None:
     saved = wait_for_saved(run, step, size)
     text = f"step {saved.step}: {saved.path} ({saved.s:.2f} s)"
     record(run.events, "save", text)
-    connection.send(TextReply([text]))
+    connection.send(TextReply([f"saved {text}"]))
 
 
 def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:

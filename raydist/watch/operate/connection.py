@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raydist.messages.wire import Message, decode, encode
+from raydist.shared.own_path import machine_id
 
 FILE = "driver.json"
 """The file of a run folder that says where its driver listens. It is there while ranks run."""
@@ -39,6 +40,15 @@ class DriverAddress:
     """The network namespace of the driver: abstract names are visible in it only."""
     node: str
     """Ray's id of the driver's node; empty without Ray."""
+    buttons: bool = True
+    """Whether pages may have buttons for this run (`watch.operate`)."""
+
+    def is_here(self) -> bool:
+        """Report whether the driver's name is visible to this process."""
+        with contextlib.suppress(OSError):
+            own = os.readlink("/proc/self/ns/net")
+            return (self.machine, self.network) == (machine_id(), own)
+        return False
 
     def write(self, folder: Path) -> None:
         """Write FILE: readers see the whole file or none."""

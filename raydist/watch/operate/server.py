@@ -60,6 +60,7 @@ class OperateServer(AbstractContextManager["OperateServer"]):
             machine_id(),
             os.readlink("/proc/self/ns/net"),
             self._run.node,
+            self._run.buttons,
         )
 
     def __exit__(self, *_: object) -> None:

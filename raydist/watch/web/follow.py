@@ -31,7 +31,9 @@ LOOKED_S = 30.0
 """Seconds without a look after which it is unknown when something new arrived."""
 FOUND = 300
 """Maximum number of lines that a search returns."""
-SHARED = re.compile(r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)")
+SHARED = re.compile(
+    r"blame-\d+\.txt|logs/rank-\d+\.(log|nccl|stacks)|operate/[\w.-]+\.(txt|json\.gz)"
+)
 """The files of a run folder, besides its events, that a page may read."""
 
 

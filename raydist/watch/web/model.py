@@ -55,10 +55,12 @@ class CurveMark(TypedDict):
     """Something that happened at a step, drawn into every curve."""
 
     kind: str
-    """restart, save or evaluation."""
+    """restart, save, evaluation or operated."""
     step: int
     t: float
     text: str
+    file: str
+    """The file in the run folder with the whole answer to a command; else empty."""
 
 
 @dataclass
@@ -128,6 +130,9 @@ class Model:
                     self._note(each["rank"], state="slow")
             case kinds.Failure():
                 self._note(event.cause["rank"], state=f"failed: {event.cause['how']}")
+            case kinds.Operated():
+                text = f"{event.command}: {event.text}"
+                self._mark("operated", self.progress.step or 0, event.t, text, event.file)
             case kinds.Result():
                 self.result = event
 
@@ -218,9 +223,9 @@ class Model:
             self._note(int(rank), own_s=own, step_s=whole, state=state)
             self.steps[int(rank)] = step
 
-    def _mark(self, kind: str, step: int, t: float, text: str) -> None:
+    def _mark(self, kind: str, step: int, t: float, text: str, file: str = "") -> None:
         marks = self.marks.setdefault(kind, [])
-        marks.append({"kind": kind, "step": step, "t": t, "text": text})
+        marks.append({"kind": kind, "step": step, "t": t, "text": text, "file": file})
         if len(marks) > MARKS:
             del marks[1:-1:2]
 

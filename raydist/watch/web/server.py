@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raydist.watch.web.buttons import REQUESTS, is_same_origin, offer, press
 from raydist.watch.web.follow import SHARED, TURN_S, Fetch, FollowedRun, Viewer, is_here
 from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
 from raydist.watch.web.saved_settings import CONFIG, OVERRIDES, SavedSettings, read_settings
@@ -89,6 +90,8 @@ class PageServer:
             "search": self.search,
             "trials": self.trials,
         }
+        if name == "press" and request.method == "POST":
+            return await self.pressed(request)
         if request.method != "GET":
             return web.Response(status=405, headers=HEADERS)
         if name in calls:
@@ -186,8 +189,12 @@ class PageServer:
         viewer = Viewer(run)
         before = (0, 0)
         said = -math.inf
+        offered = ""
         while True:
             share = await run.catch_up()
+            if (buttons := json.dumps(offer(run.folder))) != offered:
+                offered = buttons
+                yield "buttons", buttons
             has_news = (read := (run.files, run.read)) != before or share < 1
             if has_news or time.monotonic() - said > PING_S:
                 said = time.monotonic()
@@ -246,8 +253,8 @@ class PageServer:
         """Return the saved settings of a run: the overrides, and all values."""
         return as_json((await run_settings(self.run(request)))._asdict())
 
-    async def file(self, request: web.Request) -> web.Response:
-        """Return a page of a failure, or another text of the run folder that a page may read."""
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        """Return a page of a failure, or another file of the run folder that a page may read."""
         from aiohttp import web
 
         run, name = self.run(request), request.query.get("name", "")
@@ -257,8 +264,37 @@ class PageServer:
             await run.fetch(name, whole=True)
         if not (run.folder / name).is_file():
             raise web.HTTPNotFound(headers=HEADERS)
+        if name.endswith(".gz"):
+            headers = {**HEADERS, "Content-Disposition": "attachment"}
+            # Without a type aiohttp has the browser unpack it.
+            return web.FileResponse(
+                run.folder / name, headers={**headers, "Content-Type": "application/gzip"}
+            )
         text = (run.folder / name).read_text(encoding="utf-8", errors="replace")
         return web.Response(text=text, headers=HEADERS)
+
+    async def pressed(self, request: web.Request) -> web.StreamResponse:
+        """Ask the driver of a run what a button asks; send its answers as lines of JSON.
+
+        403: no page of this server has sent it. 400: there is no such button.
+        """
+        from aiohttp import web
+
+        # A form of another site can send this type only after a request that is refused.
+        if (
+            not is_same_origin(request.headers, request.host)
+            or request.content_type != "application/json"
+        ):
+            raise web.HTTPForbidden(headers=HEADERS)
+        run, button = self.run(request), request.query.get("button", "")
+        if button not in REQUESTS:
+            raise web.HTTPBadRequest(headers=HEADERS)
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "application/x-ndjson"})
+        with contextlib.suppress(ConnectionError):  # the viewer may leave
+            await response.prepare(request)
+            async for answer in press(run.folder, button, PING_S):
+                await response.write(json.dumps(answer).encode() + b"\n")
+        return response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Stream a rank's log: its end, or everything after the byte `from`; then its new lines."""

@@ -1,5 +1,5 @@
 // What both pages share: elements, texts of numbers, charts and their keys. A page gets JSON from its server or,
-// exported, from the element #data. It only reads.
+// exported, from the element #data.
 const $ = (id) => document.querySelector(id);
 const query = new URLSearchParams(location.search);
 const data = $("#data") && JSON.parse($("#data").textContent);

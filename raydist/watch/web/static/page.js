@@ -37,7 +37,11 @@ const sections = {
       rows.map(([rank]) => rank));
   },
   lanes(news) { lanes = news; drawLanes(); },
-  marks(news) { marks = news.marks; drawLanes(); redraw(); nodeFigures.redraw(); },
+  marks(news) { marks = news.marks; drawLanes(); redraw(); nodeFigures.redraw(); showOperated(); },
+  buttons({ shown: some, why }) {
+    $("#operate").hidden = !some;
+    allow(why);
+  },
   failures({ failures }) {
     fill($("#failures div"), failures.length ? failures.slice().reverse().map((one) => h("article", {},
       h("p", {}, h("strong", {}, `rank ${one.rank} on ${one.host}, step ${one.step}: ${one.how}`), ` · ${new Date(one.at * 1000).toLocaleString()}`),
@@ -103,6 +107,51 @@ function drawLane(canvas) {
   });
   context.fillStyle = colour("red");
   for (const mark of marks) if (mark.kind === "restart" && mark.t >= first && last > first) context.fillRect((mark.t - first) / (last - first) * (width - 4), 0, 4, height);
+}
+
+// --- buttons: what the driver of the run is asked
+
+let cannot = "", pressing = false;
+// A button that can't be pressed keeps the focus, and says why.
+function allow(why = cannot) {
+  cannot = why;
+  for (const one of $("#operate").elements) if (one.type === "submit") Object.assign(one, { title: cannot, ariaDisabled: String(pressing || Boolean(cannot)) });
+}
+$("#operate").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  if (pressing || cannot) return;
+  pressing = true; allow();
+  $("#answer").hidden = true;
+  say($("#pressed"), "asking the ranks …");
+  // Not asked again if the network breaks: the driver may be at it already.
+  const reply = await fetch(url("press", { button: event.submitter.value }), { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" }).catch(() => null);
+  await (reply?.ok ? showAnswers(reply.body.pipeThrough(new TextDecoderStream()).getReader()) : Promise.reject()).catch(() => say($("#pressed"), "the page's server has not answered"));
+  pressing = false; allow();
+});
+async function showAnswers(reader) {
+  let rest = "", answered = false;
+  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const { lines: said, file, error } of lines.map((line) => JSON.parse(line))) if (said || error) { answered = true; showAnswer(error ? [error] : said, file); }
+  }
+  if (!answered) say($("#pressed"), "the run has ended");
+}
+// One line as a sentence, more as a text.
+function showAnswer(lines, file) {
+  $("#answer").hidden = lines.length < 2;
+  fill($("#answer"), lines.join("\n"));
+  fill($("#pressed"), lines.length > 1 ? "" : lines[0] || "", file ? [" ", operatedFile(file)] : "");
+}
+const operatedFile = (name) => name.endsWith(".gz") ? h("a", { href: url("file", { name }), download: name.split("/").pop(), title: "open it at https://ui.perfetto.dev" }, name)
+  : h("button", { className: "link", type: "button", onclick: () => openPage(name) }, name);
+let operated = "";  // a list that is the same stays as it is, with the focus
+function showOperated() {
+  const found = marks.filter(({ kind }) => kind === "operated").slice(-10).reverse();
+  if (operated === JSON.stringify(found)) return;
+  operated = JSON.stringify(found);
+  fill($("#operated"), found.map(({ t, text, file }) =>
+    h("li", {}, `${new Date(t * 1000).toLocaleTimeString()} ${text} `, file && !data ? operatedFile(file) : file)));
 }
 
 // --- curves
@@ -198,7 +247,7 @@ function drawStretch(name, { plot, zoomed: { from, to, points: runs } }) {
   plot.setScale("x", { min: from, max: to });
 }
 function drawMarks(plot) {
-  const { ctx: context, bbox } = plot, kinds = { restart: ["red", 1, 0], save: ["green", .06, .94], evaluation: ["orange", .06, 0] };
+  const { ctx: context, bbox } = plot, kinds = { restart: ["red", 1, 0], save: ["green", .06, .94], evaluation: ["orange", .06, 0], operated: ["purple", .06, .47] };
   context.save();
   for (const mark of marks) {
     const x = plot.valToPos(by === "step" ? mark.step : mark.t - state.began, "x", true), [name, part, from] = kinds[mark.kind];
