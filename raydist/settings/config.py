@@ -480,6 +480,11 @@ class Sweep:
     default of --multirun."""
     retries: int = at_least(0, 1)
     """on_failure=retry: how often a trial is started again."""
+    max_failures: int | None = at_least(1, None)
+    """The sweep ends once this many trials have finally failed; null: never for that reason."""
+    hours: float | None = at_least(0.0001, None)
+    """After this many hours, those before a resume included, no trial starts, and running ones
+    stop after a step, with their last state on the disk; null: no limit."""
     resume: str = ""
     """The folder of a sweep to continue: finished trials do not run again, the others continue from
     their last state."""

@@ -7,6 +7,7 @@ cluster. The main thread decides, by rules.py.
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import signal
 import threading
@@ -67,7 +68,16 @@ class Over:
     error: BaseException | None
 
 
-Message = Reached | Over | Stopped | None
+class OutOfTime(Exception):
+    """The hours of the sweep are over, and there is more to run."""
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Message: the summary is to be written again."""
+
+
+Message = Reached | Over | Refresh | Stopped | None
 """None: a trial has got its slots, or lost them."""
 
 
@@ -101,6 +111,8 @@ class Setup:
     summarize: Callable[[Sequence[Trial]], None]
     """Writes the summary of the sweep."""
     call: RemoteCall | None = None
+    until: float = math.inf
+    """When `sweep.hours` are over, by time.monotonic()."""
 
 
 class Conductor:
@@ -123,6 +135,7 @@ class Conductor:
         self._gangs = Gangs()
         self._error: BaseException | None = None
         """Why no other trial is started."""
+        self._first_failed = next((each for each in self.states if each.state == "failed"), None)
         self._look_at, self._look_s = 0.0, POLL_S
         """When to look for room again, by time.monotonic(), and how long to wait after that look.
 
@@ -134,11 +147,19 @@ class Conductor:
         """All trials, by number."""
         return [self.trials[number] for number in sorted(self.trials)]
 
-    def run(self) -> None:
-        """Run all trials. Raise what ended the sweep early: Stopped, or the error of a trial."""
+    def refresh(self) -> None:
+        """Have the summary written again; any thread may call it."""
+        self._messages.put(Refresh())
+
+    def run(self) -> bool:
+        """Run all trials; return False if the hours of the sweep were over before.
+
+        Raise what else ended the sweep early: Stopped, or the error of a trial.
+        """
         try:
             with signals.passed_to(self._messages.put):
                 while True:
+                    self._look_at_time()
                     while self._error is None and self._start_next():
                         pass
                     if not self._live and (self._error is not None or self._next() is None):
@@ -149,8 +170,20 @@ class Conductor:
             for live in self._live.values():
                 live.thread.join(END_S)
             self._gangs.clear(close=True)
-        if self._error is not None:
-            raise self._error
+        if self._error is None or isinstance(self._error, OutOfTime):
+            return self._error is None
+        raise self._error
+
+    def _look_at_time(self) -> None:
+        """End the sweep if its hours are over and there is more to run."""
+        if self._error is not None or time.monotonic() < self._setup.until:
+            return
+        if self._live or self._next() is not None:
+            hours = f"sweep.hours={self._setup.sweep.hours:g}"
+            self._setup.screen.say(
+                f"stop  {hours} are over: the trials keep their last state", "yellow"
+            )
+            self._end(OutOfTime(hours))
 
     def _next(self) -> int | None:
         """Return the number of the next trial, which may be a new one."""
@@ -265,6 +298,8 @@ class Conductor:
                 self._reached(message)
             case Over():
                 self._over(message)
+            case Refresh():
+                self._setup.summarize(self.states)
         self._setup.screen.draw(
             self.states, {number: live.watched for number, live in self._live.items()}
         )
@@ -327,8 +362,14 @@ class Conductor:
             why=error.message,
         )
         self._tell(trial)
+        if not again:
+            self._first_failed = self._first_failed or trial
         if self._setup.sweep.on_failure == "end":
             self._end(error)
+        most, first = self._setup.sweep.max_failures, self._first_failed
+        if most is not None and first and rules.failed_count(self.states) >= most:
+            cause = f"the first was trial {first.number}: {first.why}"
+            self._end(RaydistError(f"sweep.max_failures={most} trials have failed; {cause}"))
 
     def _tell(self, trial: Trial) -> None:
         """Handle a change of a trial's state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,10 @@ from raydist.shared import kinds, signals
 from raydist.shared.errors import ConfigError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.home import expand_home
-from raydist.sweeps import optuna_study, room, samplers, table
+from raydist.sweeps import optuna_study, room, rules, samplers, table
 from raydist.sweeps.conduct import Conductor, Setup
-from raydist.sweeps.folder import Folder, read_summary, read_trials
+from raydist.sweeps.folder import Folder, read_summary, read_trials, wall_before
+from raydist.sweeps.importance import RunningImportance
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
@@ -103,18 +105,27 @@ def run_sweep(
     trials = {
         number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()
     }
+    before_s = wall_before(path)
+    rules.check_below_limits([*trials.values()], settings, before_s)
+    until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
     sampler = samplers.sampler(sampler_name, settings, space, folder)
     facts = SweepRecord(config.typed, name, space, wanted, sampler_name, settings, config)
 
-    def summarize(
-        states: Sequence[Trial], how: str = "running", shares: Mapping[str, float] | None = None
-    ) -> None:
-        folder.summarize(facts.to_json(how, states, shares or {}), states, list(space.parts))
+    def wall_s() -> float:
+        return round(before_s + time.monotonic() - began, 3)
+
+    def summarize(states: Sequence[Trial], how: str = "running") -> None:
+        if how == "running":
+            weights.update(states)
+        record = {**facts.to_json(how, states, weights.shares), "wall_s": wall_s()}
+        folder.summarize(record, states, list(space.parts))
+
+    weights = RunningImportance(space.parts, wanted, lambda: conductor.refresh())
 
     most = max(most, len(trials))
-    setup = Setup(space, sampler, settings, most, wanted, folder, screen, summarize, call)
+    setup = Setup(space, sampler, settings, most, wanted, folder, screen, summarize, call, until)
     conductor = Conductor(setup, trials)
-    how, shares = "failed", dict[str, float]()
+    how = "failed"
     with LivePage(path, jobs[0].watch.page) as page:
         screen.link(page.link)
         try:
@@ -124,24 +135,30 @@ def run_sweep(
                     for job in jobs:
                         room.check_can_ever_fit(job)
                     screen.say(f"sweep {most} trials, sampler {sampler_name}, in {path}", "bold")
-                    conductor.run()
-            how, shares = "finished", optuna_study.importance(space, wanted, conductor.states)
+                    how = "finished" if conductor.run() else "stopped"
+            weights.finish(conductor.states)
         except Stopped:
             how = "stopped"
             raise
         finally:
             states = conductor.states
-            summarize(states, how, shares)
+            weights.close()
+            summarize(states, how)
             folder.close()
             if states:
-                lines = table.summary_facts(states, wanted, shares, str(path), facts.command)
+                limits = (
+                    rules.raised_limits(states, settings, wall_s()) if how != "finished" else []
+                )
+                lines = table.summary_facts(
+                    states, wanted, weights.shares, str(path), facts.command, limits
+                )
                 screen.summary(
                     lines,
                     table.sweep_headline(states, time.monotonic() - began, how),
                     how == "finished",
                 )
     return SweepResult(
-        path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, shares
+        path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, weights.shares
     )
 
 

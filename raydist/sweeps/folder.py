@@ -117,6 +117,14 @@ def read_summary(folder: str) -> Mapping[str, Any]:
     return summary
 
 
+def wall_before(folder: Path) -> float:
+    """Return the seconds that the earlier parts of a sweep took; 0 if it is new."""
+    with suppress(OSError, ValueError):
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return float(summary.get("wall_s", 0.0))
+    return 0.0
+
+
 def read_trials(folder: Path) -> dict[int, Trial]:
     """Return the trials by their records.
 

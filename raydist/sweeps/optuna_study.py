@@ -30,6 +30,8 @@ A trial that continues after a pause is reported twice.
 """
 PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch"), "qmc": ("scipy",)}
 """What samplers need besides Optuna."""
+LEAST = 4
+"""The least number of finished trials that tell the importance of settings."""
 POPULATION = 50
 """Trials of a generation of nsga2: Optuna's default.
 
@@ -171,21 +173,29 @@ def mend(journal: Path) -> None:
         os.truncate(journal, text.rfind(b"\n") + 1)
 
 
-def importance(
-    space: Space, wanted: Sequence[Objective], trials: Sequence[Trial]
-) -> dict[str, float]:
-    """Return how much each setting matters to the first objective, in fractions of 1.
-
-    Empty without Optuna, or with few trials.
-    """
+def weighable(
+    parts: Mapping[str, Choice | Interval], wanted: Sequence[Objective], trials: Sequence[Trial]
+) -> list[Trial]:
+    """Return the trials that tell the importance of settings; none without Optuna, or too few."""
     done = [
         trial
         for trial in trials
         if trial.state == "finished" and wanted and wanted[0].name in trial.values
     ]
-    if find_spec("optuna") is None or len(done) < 4 or len(space.parts) < 2:
+    enough = len(done) >= LEAST and len(parts) >= 2 and find_spec("optuna") is not None
+    return done if enough else []
+
+
+def importance(
+    parts: Mapping[str, Choice | Interval], wanted: Sequence[Objective], trials: Sequence[Trial]
+) -> dict[str, float]:
+    """Return how much each setting matters to the first objective, in fractions of 1.
+
+    Empty without Optuna, or with few trials.
+    """
+    if not (done := weighable(parts, wanted, trials)):
         return {}
-    distributions = {key: _distribution(part) for key, part in space.parts.items()}
+    distributions = {key: _distribution(part) for key, part in parts.items()}
     # A side result must not fail a sweep that has ended well.
     with (
         _quiet() as optuna,
@@ -193,7 +203,7 @@ def importance(
     ):
         study = optuna.create_study(direction=wanted[0].direction)
         for trial in done:
-            params = {key: _number(space.parts[key], text) for key, text in trial.settings.items()}
+            params = {key: _number(parts[key], text) for key, text in trial.settings.items()}
             value = trial.values[wanted[0].name]
             study.add_trial(
                 optuna.trial.create_trial(params=params, distributions=distributions, value=value)

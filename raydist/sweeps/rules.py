@@ -16,8 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from raydist.settings.config import Sweep
+from raydist.shared.errors import ConfigError
+from raydist.shared.rank_names import counted
 from raydist.sweeps.trial import OPEN, Objective, Trial
 
+HOUR_S = 3600.0
 LEAST = 3
 """Number of other trials that must reach a milestone before their median can end one."""
 
@@ -71,6 +75,37 @@ def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
     if waiting := [trial.number for trial in trials if trial.state == "waiting"]:
         return min(waiting)
     return last_resort(trials, rule, more) if rule.kind == "asha" else None
+
+
+def failed_count(trials: Sequence[Trial]) -> int:
+    """Return the number of trials that have finally failed."""
+    return sum(trial.state == "failed" for trial in trials)
+
+
+def raised_limits(trials: Sequence[Trial], sweep: Sweep, wall_s: float) -> list[str]:
+    """Return the limits that a sweep has reached, each raised by its own size, as overrides.
+
+    `wall_s`: the seconds that the sweep took, in all its parts.
+    """
+    raised, failed = [], failed_count(trials)
+    if sweep.max_failures is not None and failed >= sweep.max_failures:
+        raised.append(f"sweep.max_failures={failed + sweep.max_failures}")
+    if sweep.hours is not None and wall_s >= sweep.hours * HOUR_S:
+        times = wall_s // (sweep.hours * HOUR_S) + 1
+        raised.append(f"sweep.hours={times * sweep.hours:.8g}")
+    return raised
+
+
+def check_below_limits(trials: Sequence[Trial], sweep: Sweep, wall_s: float) -> None:
+    """Raise ConfigError if a sweep that is continued has reached a limit before."""
+    for raised in raised_limits(trials, sweep, wall_s):
+        key = raised.partition("=")[0]
+        if key == "sweep.max_failures":
+            cause = f"{counted(failed_count(trials), 'trial')} of the sweep failed before"
+            again = f"{raised} or sweep.on_failure=retry"
+            raise ConfigError.of(key, sweep.max_failures, cause, again)
+        cause = f"the sweep has taken {wall_s / HOUR_S:.3g} hours before"
+        raise ConfigError.of(key, f"{sweep.hours:g}", cause, raised)
 
 
 def promotable(trials: Sequence[Trial], rung: int, rule: Prune) -> list[int]:

@@ -124,10 +124,12 @@ def summary_facts(
     shares: Mapping[str, float],
     folder: str,
     command: Callable[[Trial], str],
+    limits: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
     """Return (name, value) lines.
 
     `shares`: the importance of settings. `command`: what to type for a trial alone.
+    `limits`: those that ended the sweep, as a command that continues it has them.
     """
     facts = []
     for trial in best_trials(trials, wanted)[:5]:
@@ -142,6 +144,6 @@ def summary_facts(
             ("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items()))
         )
     unfinished = [trial for trial in trials if trial.state in ("waiting", "running", "stopped")]
-    if unfinished:
-        facts.append(("continue", f"raydist sweep sweep.resume={folder}"))
+    if unfinished or limits:
+        facts.append(("continue", " ".join(["raydist sweep", f"sweep.resume={folder}", *limits])))
     return [*facts, ("folder", folder), ("records", "sweep.json, sweep.csv")]

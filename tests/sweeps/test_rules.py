@@ -16,8 +16,8 @@ import pytest
 
 from raydist.settings.config import Job, Sweep, Watch
 from raydist.shared import kinds
-from raydist.shared.errors import Stopped
-from raydist.sweeps import room
+from raydist.shared.errors import ConfigError, Stopped
+from raydist.sweeps import room, rules
 from raydist.sweeps.conduct import Conductor, Over, Reached, Setup
 from raydist.sweeps.folder import Folder, read_trials
 from raydist.sweeps.rules import Prune, next_trial, verdict
@@ -250,6 +250,33 @@ def test_next() -> None:
         )
         == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("sweep", "failed", "hours", "expected"),
+    [
+        (Sweep(), 5, 100.0, []),
+        (Sweep(max_failures=3), 2, 0.0, []),
+        (Sweep(max_failures=3), 3, 0.0, ["sweep.max_failures=6"]),
+        (Sweep(hours=2), 9, 1.999, []),
+        (Sweep(hours=2), 9, 2.0, ["sweep.hours=4"]),
+        (Sweep(hours=0.025), 0, 0.0251, ["sweep.hours=0.05"]),
+        (Sweep(hours=2), 0, 9.5, ["sweep.hours=10"]),  # it was continued with fewer
+        (Sweep(max_failures=1, hours=1), 1, 1.5, ["sweep.max_failures=2", "sweep.hours=2"]),
+    ],
+)
+def test_limits(sweep: Sweep, failed: int, hours: float, expected: list[str]) -> None:
+    trials = [
+        trial(9, state="finished"),
+        *(trial(number, state="failed") for number in range(failed)),
+    ]
+    assert rules.raised_limits(trials, sweep, hours * 3600) == expected
+    if not expected:
+        rules.check_below_limits(trials, sweep, hours * 3600)
+        return
+    with pytest.raises(ConfigError) as wrong:
+        rules.check_below_limits(trials, sweep, hours * 3600)
+    assert f"set {expected[0]}" in wrong.value.message
 
 
 def test_best() -> None:

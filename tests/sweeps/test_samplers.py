@@ -7,6 +7,7 @@ import math
 import resource
 import statistics
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 from raydist.settings.compose import SweepConfig
 from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
-from raydist.sweeps import flow, optuna_study, samplers
+from raydist.sweeps import flow, importance, optuna_study, samplers
 from raydist.sweeps.folder import Folder
 from raydist.sweeps.space import Space
 from raydist.sweeps.trial import Trial, objectives
@@ -154,10 +155,40 @@ def test_a_resumed_trial_is_told_twice_and_the_settings_have_their_importance(
     trials = [first, *proposals(sampler, 1, 24, ONE)]
     assert [sampler.propose(number) for number in range(24)] == [each.settings for each in trials]
     shares = optuna_study.importance(
-        Space(SweepConfig([LOG, WHOLE, CHOICE])), objectives(ONE), trials
+        Space(SweepConfig([LOG, WHOLE, CHOICE])).parts, objectives(ONE), trials
     )
     assert next(iter(shares)) == "model"
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+
+
+def test_the_importance_of_a_running_sweep_is_computed_now_and_then(tmp_path: Path) -> None:
+    """In a child process, from few trials on, and not again for each one that finishes."""
+    space, changed = Space(SweepConfig([LOG, WHOLE, CHOICE])), threading.Event()
+    trials = proposals(samplers.Random(space, 0), 0, 44, ONE)
+    weights = importance.RunningImportance(space.parts, objectives(ONE), changed.set)
+
+    def updated(count: int) -> bool:
+        changed.clear()
+        weights.update(trials[:count])
+        thread = weights._thread
+        if thread is not None:
+            thread.join()
+        return changed.is_set()
+
+    assert [updated(count) for count in (3, 4, 4, 40, 43, 44)] == [
+        False, True, False, True, False, True,
+    ]  # fmt: skip
+    assert weights.shares == optuna_study.importance(space.parts, objectives(ONE), trials)
+    assert len(weights.shares) == 3
+    weights.close()
+
+
+def test_the_importance_of_a_running_sweep_is_computed_from_some_of_many_trials() -> None:
+    trials = [Trial(number, {}) for number in range(450)]
+    some = [trial.number for trial in importance.some(trials)]
+    assert some == [*range(2, 450, 3)]
+    assert importance.some(trials[:200]) == trials[:200]
+    assert importance.some([]) == []
 
 
 @pytest.mark.parametrize("name", samplers.OPTUNA)

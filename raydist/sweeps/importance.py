@@ -1,0 +1,119 @@
+"""The importance of each setting while a sweep goes on, in a child process. (driver)
+
+python -m raydist.sweeps.importance    reads a request as JSON, and prints the importance as JSON
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raydist.sweeps import optuna_study
+from raydist.sweeps.space import Choice, Interval
+from raydist.sweeps.trial import Objective, Trial
+
+GROWTH = 1.1
+"""It is computed again once there are this many times the finished trials of the last time."""
+MOST = 200
+"""Maximum number of finished trials that it is computed from.
+
+fANOVA takes more than a second of a core for so many; at the end of the sweep all are used.
+"""
+
+
+def next_count(done: int) -> int:
+    """Return from how many finished trials on it is computed again, after it was for `done`."""
+    return max(optuna_study.LEAST, math.ceil(done * GROWTH), done + 1)
+
+
+def some(trials: Sequence[Trial]) -> list[Trial]:
+    """Return at most MOST of these trials, spread evenly, with the last one."""
+    every = math.ceil(len(trials) / MOST) or 1
+    return [*trials[::-1][::every]][::-1]
+
+
+class RunningImportance:
+    """The newest importance of the settings: one computation at a time, beside the sweep."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, Choice | Interval],
+        wanted: Sequence[Objective],
+        changed: Callable[[], None],
+    ) -> None:
+        """Prepare. `changed` is called in another thread when `shares` has changed."""
+        self.shares: dict[str, float] = {}
+        self._parts = parts
+        self._wanted = wanted
+        self._changed = changed
+        self._due = next_count(0)
+        self._thread: threading.Thread | None = None
+        self._child: subprocess.Popen[str] | None = None
+
+    def update(self, trials: Sequence[Trial]) -> None:
+        """Begin to compute it if enough trials have finished since the last time."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        done = optuna_study.weighable(self._parts, self._wanted, trials)
+        if len(done) < self._due:
+            return
+        self._due = next_count(len(done))
+        request = {
+            "parts": {key: dataclasses.asdict(part) for key, part in self._parts.items()},
+            "wanted": [dataclasses.asdict(each) for each in self._wanted],
+            "trials": [trial.to_json() for trial in some(done)],
+        }
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "raydist.sweeps.importance"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the sweep
+        )
+        self._thread = threading.Thread(
+            target=self._read, args=(self._child, json.dumps(request)), daemon=True
+        )
+        self._thread.start()
+
+    def finish(self, trials: Sequence[Trial]) -> None:
+        """Compute it from all trials, here and now."""
+        self.close()
+        self.shares = optuna_study.importance(self._parts, self._wanted, trials)
+
+    def close(self) -> None:
+        """End a computation in the child process."""
+        if self._thread is not None and self._child is not None:
+            self._child.kill()
+            self._thread.join()
+
+    def _read(self, child: subprocess.Popen[str], request: str) -> None:
+        answer, _ = child.communicate(request)
+        if child.returncode == 0:
+            self.shares = json.loads(answer)
+            self._changed()
+
+
+def main() -> None:
+    """Compute it for the request on the standard input."""
+    request = json.load(sys.stdin)
+    found = optuna_study.importance(
+        {key: _part(plain) for key, plain in request["parts"].items()},
+        [Objective(**plain) for plain in request["wanted"]],
+        [Trial.from_json(plain) for plain in request["trials"]],
+    )
+    print(json.dumps(found))
+
+
+def _part(plain: Mapping[str, Any]) -> Choice | Interval:
+    return Choice(tuple(plain["values"])) if "values" in plain else Interval(**plain)
+
+
+if __name__ == "__main__":
+    main()
