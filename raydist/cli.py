@@ -29,6 +29,7 @@ COMMANDS = (
         "bandwidth", "tools.bandwidth", "measure collectives on the ranks that a job would have"
     ),
     Command("watch", "tools.watch", "show a run or a sweep in the browser"),
+    Command("note", "tools.note", "give a run a note and tags, for the list of runs"),
     Command("ranks", "tools.ranks", "show where each rank of a run is, and what it is doing"),
     Command("stacks", "tools.stacks", "show where in their programs the ranks of a run are"),
     Command("exec", "tools.exec", "run a command where a rank runs, as nvidia-smi"),
@@ -53,7 +54,6 @@ raydist {__version__} runs a training program on every GPU of a Ray cluster.
 
     raydist train                                 digits, on this machine's CPU
     raydist train job=mine.py scale=2x8           your job on 2 nodes of 8 GPUs
-    raydist launch --nproc-per-node 8 train.py    torchrun's program, unmodified
 
 `raydist COMMAND --help` describes a command, and that of train each setting.
 `python -m raydist.train` and `python -m raydist.tools.COMMAND` do the same.

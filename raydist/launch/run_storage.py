@@ -21,7 +21,7 @@ from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import CLAIM, Remote, StoragePath, environment, parse_path
 from raydist.state.write import CHECKPOINTS, place_in_run
 
-RECORDS = ("result.json", EVENTS, "blame-*", ".hydra/*", "logs/*", "track/*.json")
+RECORDS = ("result.json", EVENTS, "blame-*", "note.json", ".hydra/*", "logs/*", "track/*.json")
 LOOK_S = 0.5
 """Seconds between two searches for a checkpoint."""
 Warn = Callable[[str], None]

@@ -23,6 +23,8 @@ Each takes the same overrides as `python -m raydist.train`.
     horovod_build.py      Patch and build Horovod's source distribution for the installed torch
     launch.py             The command `raydist launch`: torchrun's command line on the nodes of a
                           Ray cluster
+    note.py               The command `raydist note`: give a run a note and tags, which the list of
+                          runs shows
     plan.py               The command `raydist plan`: print where ranks would run and with which
                           variables
     profile.py            The command `raydist profile`: the same steps of all ranks, in one file

@@ -13,13 +13,16 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 from raydist.cluster import ray_private
 from raydist.reporting.trace import trace_of
 from raydist.shared import env_names
-from raydist.shared.errors import ConfigError
+from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import EVENTS, read_events
 from raydist.shared.signals import stoppable
 from raydist.state import object_store
@@ -28,9 +31,12 @@ from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch.web.export import export, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored
-from raydist.watch.web.runs import find_place, no_run
+from raydist.watch.web.runs import find_place, no_run, runs_below
 from raydist.watch.web.server import PageServer, link, open_port, serve_page
 from raydist.watch.web.sweep import FollowedSweep, is_sweep
+
+OTHERS = 6
+"""Maximum number of other runs in the charts of a run: each has a colour of its own."""
 
 
 def watch_parser() -> ToolParser:
@@ -49,6 +55,14 @@ def watch_parser() -> ToolParser:
         "--address",
         default="",
         help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)",
+    )
+    parser.add_argument(
+        "--with",
+        dest="others",
+        metavar="RUN",
+        action="append",
+        default=[],
+        help="draw another run in the same charts: its folder, or its name beside RUN; up to six",
     )
     parser.add_argument("--port", default="0", help="the port on 127.0.0.1 (default: a free one)")
     parser.add_argument(
@@ -77,15 +91,49 @@ def watch(arguments: argparse.Namespace) -> int:
     port = int(command_line.number("--port", arguments.port, 0, 65535, whole=True))
     with stoppable(), tempfile.TemporaryDirectory(prefix="raydist-watch-") as folder:
         root, first, fetch = find_run(arguments, places[0], Path(folder))
+        others = find_others(arguments.others, root, first)
+        if arguments.export and first:
+            run = FollowedRun(root / first, fetch)
+            return write_file("--export", arguments.export, lambda to: export(run, to, others))
         if arguments.export or arguments.trace:
-            return write_run(
-                "--export" if arguments.export else "--trace",
-                arguments.export or arguments.trace,
-                root,
-                first,
-                fetch,
+            return write_run(arguments, root, first)
+        beside = [name for name, path in others.items() if path == root / name]
+        if len(beside) < len(others):
+            raise no_run(
+                f"--with {arguments.others[0]}",
+                "a page shows runs of one folder",
+                "--export FILE.html, which takes any run",
             )
-        return serve_until_stopped(PageServer(root, first, secrets.token_urlsafe(16), fetch), port)
+        query = f"?{urlencode([('with', name) for name in beside])}" if beside else ""
+        server = PageServer(root, first, secrets.token_urlsafe(16), fetch)
+        return serve_until_stopped(server, port, query)
+
+
+def find_others(typed: Sequence[str], root: Path, first: str) -> dict[str, Path]:
+    """Return the folders of the runs that are drawn, too, by the name that the page shows.
+
+    ConfigError: there is no such run, there are too many, or no run to draw them with.
+    """
+    if len(typed) > OTHERS:
+        cause = f"at most {OTHERS} other runs are drawn"
+        raise ConfigError.of("--with", typed[OTHERS], cause, "without it")
+    if typed and not first:
+        raise no_run(f"--with {typed[0]}", "a list or a sweep has no such charts", "a run as RUN")
+    found = {}
+    for text in typed:
+        folder = next(
+            (path for path in (root / text, Path(text)) if (path / EVENTS).exists()), None
+        )
+        if folder is None:
+            guess = nearest(text, list(runs_below(root)))
+            raise no_run(f"--with {text}", "there is no such run", f"--with {guess or 'FOLDER'}")
+        folder = folder.resolve()
+        below = folder.is_relative_to(root.resolve())
+        name = str(folder.relative_to(root.resolve())) if below else str(folder)
+        if name == first:
+            raise no_run(f"--with {text}", "that is the run itself", "another one")
+        found[name] = root / name if below else folder
+    return found
 
 
 def find_run(arguments: argparse.Namespace, place: str, copies: Path) -> tuple[Path, str, Fetch]:
@@ -154,21 +202,24 @@ def files_of_job(job: str, address: str) -> Read:
     return lambda name, follow: ray_private.read_log(client, node, f"raydist/{job}/{name}", follow)
 
 
-def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int:
-    """Write the page (--export) of a run or sweep, or the trace (--trace) of a run to a file."""
-    sweep = flag == "--export" and is_sweep(root)
-    if not first and not sweep:
+def write_run(arguments: argparse.Namespace, root: Path, first: str) -> int:
+    """Write the page (--export) of a sweep, or the trace (--trace) of a run to a file."""
+    if not first and not (arguments.export and is_sweep(root)):
         raise no_run(str(root), "a file holds one run", "the folder of one")
+
+    async def write_trace(to: Path) -> None:
+        to.write_text(json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8")
+
+    if arguments.trace:
+        return write_file("--trace", arguments.trace, write_trace)
+    return write_file("--export", arguments.export, partial(export_sweep, FollowedSweep(root)))
+
+
+def write_file(flag: str, file: str, write: Callable[[Path], Coroutine[Any, Any, None]]) -> int:
+    """Write a file, and print its size. ConfigError: it can't be written."""
     to = Path(file)
     try:
-        if not first:
-            asyncio.run(export_sweep(FollowedSweep(root), to))
-        elif flag == "--export":
-            asyncio.run(export(FollowedRun(root / first, fetch), to))
-        else:
-            to.write_text(
-                json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8"
-            )
+        asyncio.run(write(to))
     except OSError as error:
         if isinstance(error, ConnectionError):
             raise no_run(f"{flag} {file}", f"the connection broke ({error})", "it again") from error
@@ -180,8 +231,8 @@ def write_run(flag: str, file: str, root: Path, first: str, fetch: Fetch) -> int
     return 0
 
 
-def serve_until_stopped(server: PageServer, port: int) -> int:
-    """Serve the page, and print its link.
+def serve_until_stopped(server: PageServer, port: int, query: str = "") -> int:
+    """Serve the page, and print its link, with this query.
 
     The events of the first run are read before somebody opens it.
     """
@@ -196,7 +247,7 @@ def serve_until_stopped(server: PageServer, port: int) -> int:
         stopped = asyncio.Event()
         for name in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(name, stopped.set)
-        print(f"page  {link(sock, server.token)}\n      Ctrl-C ends it", flush=True)
+        print(f"page  {link(sock, server.token)}{query}\n      Ctrl-C ends it", flush=True)
         reading = asyncio.create_task(server.read_first())
         await serve_page(server, sock, stopped.wait())
         reading.cancel()

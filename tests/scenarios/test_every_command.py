@@ -108,8 +108,10 @@ def small(words: tuple[str, ...]) -> tuple[str, ...]:
 def test_a_command_of_the_pages(
     words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str
 ) -> None:
-    if "raydist.tools.watch" in words:
+    if {"raydist.tools.watch", "raydist.tools.note"} & {*words}:
         write_run(tmp_path / "runs/digits/2026-11-22_18-57-42")
+    if "--with" in words:
+        write_run(tmp_path / "runs/digits/2026-11-22_19-03-35")
     program = run(tmp_path, ray_address, words, ranks)
     if re.search(SERVES, " ".join(words)):
         program.wait_until(lambda: "http://" in program.screen, "link")

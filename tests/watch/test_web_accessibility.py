@@ -12,11 +12,13 @@ import pytest
 
 from raydist.shared import kinds
 from raydist.shared.events import Events
+from raydist.watch.web.run_note import RunNote, write_note
 from tests.browser import Browser, needs_chromium
 from tests.records import event
 from tests.scenarios.test_watch_page import DRAWN, watching
 from tests.watch.test_web_controls import write_run
 from tests.watch.test_web_model import CAUSE
+from tests.watch.test_web_nodes import load
 from tests.watch.test_web_sweep import record, sweep_json
 from tests.watch.test_web_tabs import write_run as write_running
 
@@ -38,9 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(runs / "one", 60, "0.1")
     write_run(runs / "two", 50, "0.01")
     with Events(write_running(runs / "three", "three") / "events.jsonl") as events:
+        for sent in (0, 9000):
+            events.add(kinds.Nodes(nodes={f"n{n}": load(n / 9, sent, 8) for n in range(2)}))
+        events.add(kinds.Saved(rank=0, step=9, path=str(runs / "three/logs"), s=0.25))
+        events.add(kinds.Saved(rank=0, step=7, path="/nowhere", s=0.25))
         events.add(kinds.Hang(text="rank 1 sleeps", ranks=[1], certain=False, s=9.0))
         events.add(event("failure", cause=CAUSE, text="it hung", reason="it waited"))
         events.add(kinds.Result(status="failed", failure="rank 1 on h: hung", metrics={}))
+    write_note(runs / "three", RunNote("the first one with <b>8</b> GPUs", ["baseline", "sgd"]))
     trials = [record(n, "finished", {"loss": n / 10}, lr=str(n), depth=str(n)) for n in range(3)]
     sweep = sweep_json(runs / "many", trials, {"lr": "0,1,2", "depth": "0,1,2"}, best=[0])
     for n in range(3):
@@ -86,7 +93,11 @@ def violations(browser: Browser) -> Any:
             " && document.querySelector('#settings tbody tr')"
             " && document.querySelectorAll('#runs tbody tr').length == 4",
         ),
-        ("?run=three", f"{DRAWN} && document.querySelector('#failures article')"),
+        (
+            "?run=three",
+            f"{DRAWN} && document.querySelector('#failures article')"
+            " && document.body.dataset.nodes > 0 && document.querySelector('#unsized').innerText",
+        ),
         ("sweep.html?sweep=many", f"{DRAWN} && document.querySelector('#parallel polyline')"),
     ],
     ids=["list", "run", "failed", "sweep"],

@@ -4,6 +4,7 @@ runs and their settings; and the list of runs."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from raydist.shared import kinds
+from raydist.tools.watch import main
 from raydist.watch.web.saved_settings import CONFIG, OVERRIDES
 from tests.browser import PATIENCE_S, Browser, needs_chromium
 from tests.records import event
@@ -191,6 +193,55 @@ def test_a_curve_as_csv_has_every_step_and_a_copy_has_what_it_shows(page: Page) 
         assert [float(row.split(",")[2]) for row in (rows[0], rows[-1])] == [-9, STEPS - 10]
         browser.wait_until(f"{TABLE}.join().includes('optim.lr,0.1')")
     assert_only_local(browser)
+
+
+def test_a_copy_has_the_other_runs_that_were_named(page: Page) -> None:
+    browser, folder = page.browser, page.folder
+    shutil.copytree(folder / "runs/job/three", folder / "elsewhere/four")
+    words = ["--with", "two", "--with", "elsewhere/four", "--export", "both.html"]
+    argv = [sys.executable, "-m", "raydist.tools.watch", "runs/job/one", *words]
+    subprocess.run(argv, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    page.open(f"file://{folder}/both.html")
+    ends = "raydist.charts['train/gain'].plot.data.slice(1).map((one) => Math.max(...one.filter((v) => v !== undefined)))"
+    browser.wait_until(f"{ends}.join() == '{STEPS - 10},40,290'")
+    browser.wait_until(f"{TABLE}.join('|') == 'optim.lr,0.1,0.01,0.5'")
+    browser.value("document.querySelector('#others button').click()")
+    browser.wait_until(f"{ends}.join() == '{STEPS - 10},290'")
+    page.set("#other", "two")
+    browser.wait_until(f"{ends}.join() == '{STEPS - 10},290,40'")
+    assert_only_local(browser)
+
+
+def test_a_page_begins_with_the_other_runs_that_were_named(page: Page) -> None:
+    with watching(page.folder, "runs/job/one", "--with", "runs/job/two") as link:
+        page.open(link)
+        page.browser.wait_until("raydist.charts.lr.plot.data.length == 3")
+        assert page.browser.value("location.search") == "?with=two"
+        page.browser.open("about:blank")  # before its server ends
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["runs/job/one", "--with", "tow"], "--with two"),
+        (["runs/job/one", "--with", "one"], "that is the run itself"),
+        (["runs/job", "--with", "one"], "type a run as RUN"),
+        (["runs/job/one", *(f"--with=r{n}" for n in range(7))], "at most 6 other runs"),
+    ],
+    ids=["unknown", "itself", "list", "many"],
+)
+def test_another_run_that_cannot_be_drawn_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        write_run(tmp_path / "runs/job" / name, 1, "0.1")
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_settings_and_how_they_differ_from_another_run(page: Page) -> None:

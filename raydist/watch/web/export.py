@@ -14,7 +14,9 @@ from pathlib import Path
 from raydist.watch.web.follow import FollowedRun, Viewer, log_name, read_from
 from raydist.watch.web.model import Model
 from raydist.watch.web.node_figures import FiguresShown
-from raydist.watch.web.server import STATIC, run_settings
+from raydist.watch.web.run_files import checkpoint_sizes
+from raydist.watch.web.run_note import read_note
+from raydist.watch.web.server import STATIC, fetch_note, run_curves, run_settings
 from raydist.watch.web.sweep import FollowedSweep
 
 NODES = 16
@@ -26,14 +28,15 @@ LOGS = 32
 """Number of ranks whose logs go into the file: all ranks with a failure, then the first ones."""
 
 
-async def export(run: FollowedRun, to: Path) -> None:
+async def export(run: FollowedRun, to: Path, others: Mapping[str, Path] | None = None) -> None:
     """Write the page of a run as it is now.
 
+    `others`: the folders of runs whose curves and settings are in the same charts, by name.
     OSError: the file can't be written; ConnectionError: the run can't be read.
     """
     await run.fetch("events.jsonl", whole=True)
-    while await run.catch_up() < 1:
-        pass
+    await run.read_all()
+    await fetch_note(run)
     failures = run.model.figures.failures.found
     ranks = list(
         dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)])
@@ -43,15 +46,27 @@ async def export(run: FollowedRun, to: Path) -> None:
     await asyncio.gather(*(run.fetch(name, whole=True) for name in [*names, *map(log_name, ranks)]))
     pages = {name: run.folder / name for name in names}
     data = {
-        "sections": {name: json.loads(text) for name, text in Viewer(run).news(1.0)},
+        "sections": {
+            **{name: json.loads(text) for name, text in Viewer(run).news(1.0)},
+            "note": read_note(run.folder)._asdict(),
+        },
         "pages": {
             name: path.read_text(errors="replace") for name, path in pages.items() if path.exists()
         },
+        "sizes": await asyncio.to_thread(checkpoint_sizes, [*run.model.checkpoints]),
+        "others": {name: await other_run(folder) for name, folder in (others or {}).items()},
         "nodes": node_figures(run.model, ranks),
         "settings": (await run_settings(run))._asdict(),
         "logs": {rank: read_from(run.folder / log_name(rank), -1)[0] for rank in ranks},
     }
     to.write_text(one_file("index.html", data), encoding="utf-8")
+
+
+async def other_run(folder: Path) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """Return the curves, as a page gets them, and the settings of another run."""
+    run = FollowedRun(folder)
+    await run.read_all()
+    return run_curves(run), (await run_settings(run))._asdict()
 
 
 def node_figures(model: Model, ranks: Iterable[int]) -> dict[str, FiguresShown]:

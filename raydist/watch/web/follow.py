@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import time
@@ -146,6 +147,11 @@ class FollowedRun:
             self.silence.look(self.read)
         return 1.0
 
+    async def read_all(self) -> None:
+        """Fold all events that there are now."""
+        while await self.catch_up() < 1:
+            pass
+
     def silent_s(self) -> float:
         """Return the seconds without a new event."""
         return self.silence.seconds(self.model.figures.ended)
@@ -284,6 +290,8 @@ class Viewer:
     sent: dict[str, str] = field(default_factory=dict)
     points: dict[str, Shown] = field(default_factory=dict)
     """By the name of a curve."""
+    note_fetched: float = -math.inf
+    """When the note was last fetched, in the seconds of time.monotonic."""
 
     def news(self, share: float) -> Iterator[tuple[str, str]]:
         """Yield (name, JSON) of each section that has changed.

@@ -22,6 +22,8 @@ RATE = "steps/s"
 MARKS = 300
 """Maximum number of marks of a kind that are kept: beyond it, every second one is dropped."""
 WARNINGS = 50
+CHECKPOINTS = 100
+"""Maximum number of checkpoints that are shown: the newest ones."""
 QUIET_S = 60.0
 """Seconds without an event after which the page shows `no events`."""
 
@@ -63,6 +65,16 @@ class CurveMark(TypedDict):
     """The file in the run folder with the whole answer to a command; else empty."""
 
 
+class SavedShown(TypedDict):
+    """A checkpoint."""
+
+    step: int
+    t: float
+    s: float
+    """Seconds that it took."""
+    path: str
+
+
 @dataclass
 class Model:
     """The fold of a run's events."""
@@ -76,6 +88,8 @@ class Model:
     """By rank, the newest step. It changes with every report."""
     marks: dict[str, list[CurveMark]] = field(default_factory=dict)
     nodes: NodeFigures = field(default_factory=NodeFigures)
+    checkpoints: dict[str, SavedShown] = field(default_factory=dict)
+    """By path."""
     run: kinds.Run | None = None
     result: kinds.Result | None = None
     waits: str = ""
@@ -176,6 +190,7 @@ class Model:
             case kinds.Saved():
                 text = f"saved in {event.s:.2f} s: {event.path}"
                 self._mark("save", event.step, event.t, text)
+                self._on_saved(event)
             case kinds.Raised():
                 self._note(rank, state=f"raised {event.type}")
             case kinds.Ended() if not self._row(rank).state.startswith("raised"):
@@ -201,6 +216,17 @@ class Model:
         self.ranks = {rank: self._row(rank) for rank in slots}
         for rank, slot in slots.items():
             self._note(rank, host=slot.get("host", ""))
+
+    def _on_saved(self, event: kinds.Saved) -> None:
+        self.checkpoints.pop(event.path, None)  # one that is saved again is the newest
+        self.checkpoints[event.path] = {
+            "step": event.step,
+            "t": event.t,
+            "s": event.s,
+            "path": event.path,
+        }
+        if len(self.checkpoints) > CHECKPOINTS:
+            del self.checkpoints[next(iter(self.checkpoints))]
 
     def _on_report(self, event: kinds.Report) -> None:
         step, t = event.step, event.t
@@ -250,6 +276,7 @@ class Model:
                 "failures": [failure_row(failure) for failure in self.figures.failures.found]
             },
             "nodes": {"nodes": self.nodes.newest},
+            "checkpoints": {"checkpoints": [*self.checkpoints.values()][::-1]},
             "launch": {
                 "launch": {name: round(s, 3) for name, s in self.figures.launch.items()},
                 "spent": self._spent(),

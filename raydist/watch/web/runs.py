@@ -14,6 +14,7 @@ from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import EVENTS, parse_event
 from raydist.shared.rank_names import counted
 from raydist.watch.web.model import QUIET_S
+from raydist.watch.web.run_note import read_note
 from raydist.watch.web.saved_settings import CONFIG, differing, read_settings
 from raydist.watch.web.sweep import SUMMARY, FollowedSweep, finite, is_sweep, trials_shown
 
@@ -40,6 +41,9 @@ class RunRow(TypedDict):
     """The run's failure; of a sweep, its trials by state and its best values."""
     values: dict[str, float]
     """The last value of each metric."""
+    note: str
+    tags: list[str]
+    """What a person has written about the run (`raydist note`)."""
     settings: dict[str, str]
     """Those settings that differ between the runs of the list."""
     sweep: bool
@@ -116,12 +120,15 @@ def run_row(name: str, folder: Path) -> RunRow:
     stat = path.stat()
     end = last_of(path, stat.st_mtime_ns, stat.st_size)
     quiet = time.time() - stat.st_mtime >= QUIET_S
+    note = read_note(folder)
     return {
         "run": name,
         "changed": stat.st_mtime,
         "status": end.status or ("no events" if quiet else "running"),
         "text": end.failure,
         "values": end.values,
+        "note": note.text,
+        "tags": list(note.tags),
         "settings": settings_of(folder, config.stat().st_mtime_ns) if config.exists() else {},
         "sweep": False,
     }
@@ -200,12 +207,15 @@ def sweep_row(name: str, folder: Path) -> RunRow:
     ]
     text = ", ".join([counted(len(trials), "trial"), *parts, *best[: len(summary["objectives"])]])
     changed = (folder / SUMMARY).stat().st_mtime
+    note = read_note(folder)
     return {
         "run": name,
         "changed": changed,
         "status": summary["state"],
         "text": text,
         "values": {},
+        "note": note.text,
+        "tags": list(note.tags),
         "settings": {},
         "sweep": True,
     }

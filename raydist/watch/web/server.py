@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from raydist.watch.web.buttons import REQUESTS, is_same_origin, offer, press
 from raydist.watch.web.follow import SHARED, TURN_S, Fetch, FollowedRun, Viewer, is_here
+from raydist.watch.web.run_files import checkpoint_sizes, trace_text
+from raydist.watch.web.run_note import NOTE, read_note
 from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
 from raydist.watch.web.saved_settings import CONFIG, OVERRIDES, SavedSettings, read_settings
 from raydist.watch.web.sweep import FollowedSweep, SweepViewer, is_sweep
@@ -50,6 +52,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
+DOWNLOAD = {"Content-Disposition": "attachment"}
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
@@ -84,6 +87,8 @@ class PageServer:
             "curves": self.curves,
             "csv": self.csv,
             "nodes": self.nodes,
+            "sizes": self.sizes,
+            "trace": self.trace,
             "settings": self.settings,
             "file": self.file,
             "log": self.log,
@@ -126,8 +131,8 @@ class PageServer:
 
     async def read_first(self) -> None:
         """Read the events of the first run: whoever opens its page later need not wait."""
-        while self.first and await self.follow(self.first).catch_up() < 1:
-            pass
+        if self.first:
+            await self.follow(self.first).read_all()
 
     async def runs(self, request: web.Request) -> web.Response:
         """Return the runs below the folder."""
@@ -207,6 +212,8 @@ class PageServer:
                     yield name, text
             before = read
             if share == 1:
+                if note := await new_note(viewer):
+                    yield "note", note
                 yield "", ""
                 await asyncio.sleep(POLL_S)
 
@@ -216,20 +223,15 @@ class PageServer:
         With `from` and `to`, only the part between these values of `by` (step or time).
         """
         run = self.run(request)
-        while await run.catch_up() < 1:
-            pass
+        await run.read_all()
         low, high = query_number(request, "from", -math.inf), query_number(request, "to", math.inf)
         by = request.query.get("by", "step")
-        pieces = {
-            name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()
-        }
-        return as_json({"began": run.model.figures.began, "curves": pieces})
+        return as_json(run_curves(run, low, high, by))
 
     async def nodes(self, request: web.Request) -> web.Response:
         """Return the figures over time of one node, or of all nodes."""
         run = self.run(request)
-        while await run.catch_up() < 1:
-            pass
+        await run.read_all()
         return as_json(run.model.nodes.shown(request.query.get("host", "")))
 
     async def csv(self, request: web.Request) -> web.Response:
@@ -237,17 +239,35 @@ class PageServer:
         from aiohttp import web
 
         run = self.run(request)
-        while await run.catch_up() < 1:
-            pass
+        await run.read_all()
         curve = run.model.curves.get(request.query.get("name", ""))
         if curve is None:
             raise web.HTTPNotFound(headers=HEADERS)
         points = zip(curve.steps, curve.times, curve.values, strict=True)
         text = "".join(f"{step},{t},{value}\n" for step, t, value in points)
-        headers = {**HEADERS, "Content-Disposition": "attachment"}
+        headers = {**HEADERS, **DOWNLOAD}
         return web.Response(
             text=f"step,time,value\n{text}", content_type="text/csv", headers=headers
         )
+
+    async def sizes(self, request: web.Request) -> web.Response:
+        """Return the bytes of each checkpoint that is on this machine, by its path."""
+        run = self.run(request)
+        await run.read_all()
+        return as_json(await asyncio.to_thread(checkpoint_sizes, [*run.model.checkpoints]))
+
+    async def trace(self, request: web.Request) -> web.Response:
+        """Return the trace of the run, for Perfetto."""
+        from aiohttp import web
+
+        run = self.run(request)
+        await run.read_all()
+        try:
+            text = await asyncio.to_thread(trace_text, run.folder)
+        except (OSError, ValueError) as error:
+            raise web.HTTPNotFound(headers=HEADERS, text=str(error)) from error
+        headers = {**HEADERS, **DOWNLOAD}
+        return web.Response(text=text, content_type="application/json", headers=headers)
 
     async def settings(self, request: web.Request) -> web.Response:
         """Return the saved settings of a run: the overrides, and all values."""
@@ -318,12 +338,38 @@ class PageServer:
         return as_json({"lines": lines, "absent": absent})
 
 
+def run_curves(
+    run: FollowedRun, low: float = -math.inf, high: float = math.inf, by: str = "step"
+) -> dict[str, object]:
+    """Return the curves of a run, thinned to a screen, and when it began."""
+    pieces = {name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()}
+    return {"began": run.model.figures.began, "curves": pieces}
+
+
 async def run_settings(run: FollowedRun) -> SavedSettings:
     """Return the settings in a run folder that may be elsewhere."""
     for name in (CONFIG, OVERRIDES):
         with contextlib.suppress(OSError):
             await run.fetch(name, whole=True)
     return await asyncio.to_thread(read_settings, run.folder)
+
+
+async def fetch_note(run: FollowedRun) -> None:
+    """Fetch the note in a run folder that may be elsewhere."""
+    with contextlib.suppress(OSError):
+        await run.fetch(NOTE, whole=True)
+
+
+async def new_note(viewer: Viewer) -> str:
+    """Return the note of the run as JSON; empty if the page has it."""
+    if time.monotonic() - viewer.note_fetched > PING_S:  # it is replaced: it can't be followed
+        await fetch_note(viewer.run)
+        viewer.note_fetched = time.monotonic()
+    text = json.dumps(read_note(viewer.run.folder)._asdict())
+    if viewer.sent.get("note") == text:
+        return ""
+    viewer.sent["note"] = text
+    return text
 
 
 def as_json(value: object) -> web.Response:

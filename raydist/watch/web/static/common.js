@@ -107,6 +107,7 @@ const clock = (s) => { s = Math.max(0, Math.round(s)); const [hours, m, sec] = [
 const share = (s) => `${Math.round(100 * s)}%`;
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+const tagsOf = (tags) => tags.map((tag) => h("span", { className: "tag" }, tag));
 const meter = (value) => [h("meter", { value, max: 1, title: share(value) }), ` ${share(value)}`];
 function bars(where, parts) {
   const most = Math.max(...Object.values(parts), 1e-9);

@@ -6,6 +6,8 @@ let state = {}, lanes = { times: [], shares: {} }, marks = [];
 const curves = Object.create(null);  // a metric may be named constructor
 let fileNumber = 0;
 
+const fileName = (text) => text.replace(/[^\w.-]+/g, "_");
+
 const sections = {
   file({ silent_s: s, number }) {
     hear(s);
@@ -15,6 +17,7 @@ const sections = {
   state(news) {
     state = news;
     document.title = `${news.name} · ${news.status}`;
+    $("#trace").download = fileName(`${news.name}-trace.json`);
     fill($("#name"), news.name, h("span", { className: "faint" }, ` ${news.dir.split("/").pop()}`));
     const health = news.health.concat(news.evaluation).map((text) => { const at = text.search(/ [^ ]*$/), rate = text.match(/^(\S+) (\S+\/s)$/);
       return rate ? [rate[2], rate[1]] : [text.slice(0, at), text.slice(at + 1)]; });
@@ -25,6 +28,7 @@ const sections = {
     say($("#checked"), news.checked);
     tick(); openSeenLog();
   },
+  note({ text, tags }) { fill(noteLine, tagsOf(tags), text); },
   ranks({ ranks }) {
     const rows = Object.entries(ranks);
     const hidden = (state.world_size || 0) - rows.length;
@@ -58,6 +62,7 @@ const sections = {
     if (!Object.keys(nodes).length) fill($("#nodes table"), h("caption", { className: "faint" }, "no figures yet: the first come after ten seconds"));
     nodeFigures.take(Object.keys(nodes));
   },
+  checkpoints(news) { saved = news.checkpoints; showCheckpoints(); readSizes(); },
   launch({ launch, spent }) {
     const [first, second] = document.querySelectorAll("#launch .bars");
     bars(first, launch); bars(second, spent);
@@ -260,7 +265,7 @@ function drawMarks(plot) {
 async function saveCurve(name) {
   const { steps, times, values } = curves[name], lines = steps.map((step, i) => `${step},${times[i]},${values[i] ?? "nan"}\n`);
   const copy = () => URL.createObjectURL(new Blob(["step,time,value\n", ...lines], { type: "text/csv" }));
-  h("a", { href: data ? copy() : url("csv", { name }), download: `${state.name}-${name}.csv`.replace(/[^\w.-]+/g, "_") }).click();
+  h("a", { href: data ? copy() : url("csv", { name }), download: fileName(`${state.name}-${name}.csv`) }).click();
 }
 
 // --- which charts are shown, and how
@@ -321,13 +326,13 @@ const isFull = () => others.size === COLOURS.length;
 async function addOther(run) {
   if (others.has(run) || isFull()) return;
   const used = [...others.values()].map((one) => one.colour);
-  others.set(run, { began: 0, curves: null, settings: {}, colour: COLOURS.find((one) => !used.includes(one)), changed: list.row(run)?.changed });
+  others.set(run, { began: 0, curves: null, settings: {}, colour: COLOURS.find((one) => !used.includes(one)), changed: list?.row(run)?.changed });
   if (!await readOther(run)) others.delete(run);
   showOthers();
 }
 // Reads the curves and settings of another run; returns whether they have arrived.
 async function readOther(run) {
-  const found = await Promise.all([json("curves", { run }), json("settings", { run })]).catch(() => null), other = others.get(run);
+  const found = data ? data.others[run] : await Promise.all([json("curves", { run }), json("settings", { run })]).catch(() => null), other = others.get(run);
   if (found && other) Object.assign(other, found[0], { settings: found[1].values });
   return found !== null;
 }
@@ -335,14 +340,35 @@ function dropOther(run) { others.delete(run); showOthers(); }
 function showOthers() {
   fill($("#others"), [...others].map(([run, { colour: of }]) => h("span", { className: of }, h("i"), " ", run, " ",
     h("button", { className: "link", type: "button", title: `without ${run}`, onclick: () => dropOther(run) }, "×"))));
+  if (!data) rememberOthers();  // a file has no address of its own
+  $("#other").disabled = isFull();
+  remake(); showSettings(); list?.draw();
+}
+function rememberOthers() {
   const words = new URLSearchParams(location.search);
   words.delete("with");
   for (const run of others.keys()) words.append("with", run);
   history.replaceState(null, "", `?${words}${location.hash}`);
-  $("#other").disabled = isFull();
-  remake(); showSettings(); list.draw();
 }
+const offer = (runs) => $("#other").append(...runs.map((run) => h("option", { value: run }, run)));
 $("#other").addEventListener("change", async ({ target }) => { const run = target.value; target.value = ""; if (run) await addOther(run); });
+
+// --- checkpoints, note
+
+let saved = [], sizes = null;
+async function readSizes() {
+  sizes = data ? data.sizes : await json("sizes").catch(() => sizes);
+  showCheckpoints();
+}
+function showCheckpoints() {
+  table($("#checkpoints table"), [["step", "n"], ["saved"], ["took", "n"], ["size", "n"], ["where"]], saved.map(({ step, t, s, path }) =>
+    [step, new Date(t * 1000).toLocaleString(), s ? `${s.toFixed(2)} s` : "", sizes?.[path] ? bytes(sizes[path]) : "", path]), saved.map(({ path }) => path));
+  if (!saved.length) fill($("#checkpoints table"), h("caption", { className: "faint" }, "none yet"));
+  say($("#unsized"), sizes && saved.some(({ path }) => !sizes[path]) ? "Without a size: on another machine, or removed since." : "");
+}
+const noteLine = h("p", { id: "note" });
+noteLine.setAttribute("role", "status");
+$("#state h2").after(noteLine);
 
 // --- pages of failures, logs
 
@@ -415,7 +441,7 @@ async function listRuns() {
   const whole = sweep ? "sweep.html" : runs.filter((row) => row.sweep && here.startsWith(`${row.run}/`)).map((row) => sweepPage(row.run))[0];
   if (here && runs.length > 1) $("nav").append(h("a", { href: "#runs" }, "Runs"));
   if (whole) $("nav").append(h("a", { href: whole }, "the sweep"));
-  $("#other").append(...runs.filter((row) => row.run !== here && !row.sweep).map(({ run }) => h("option", { value: run }, run)));
+  offer(runs.filter((row) => row.run !== here && !row.sweep).map(({ run }) => run));
   $("#beside").hidden = runs.length < 2;
   $("#runs").hidden = Boolean(here) && runs.length < 2;
   if (!here) {
@@ -461,10 +487,14 @@ document.addEventListener("keydown", (event) => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); nodeFigures.redraw(); Object.values(charts).forEach(({ plot }) => plot.redraw()); });
 
+$("#trace").href = url("trace"); $("#trace").parentElement.hidden = Boolean(data);
 if (data) {
-  $("#beside").hidden = true;
+  const runs = Object.keys(data.others);
+  $("#beside").hidden = !runs.length;
+  offer(runs);
   for (const [name, section] of Object.entries(data.sections)) sections[name](section);
   readSettings();
+  runs.forEach(addOther);
 } else {
   const stream = () => {
     readSettings();

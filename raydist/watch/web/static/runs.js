@@ -8,7 +8,7 @@ function rowFilter(typed) {
   return (row) => tests.every((test) => test(row));
 }
 function contains(word) {
-  const texts = ({ run, status, text, settings }) => [run, status, text, ...Object.entries(settings).map((pair) => pair.join("="))];
+  const texts = ({ run, status, text, note, tags, settings }) => [run, status, text, note, ...tags, ...Object.entries(settings).map((pair) => pair.join("="))];
   return (row) => texts(row).some((text) => text.toLowerCase().includes(word));
 }
 function condition(word) {
@@ -16,9 +16,10 @@ function condition(word) {
   return name && ((row) => namedValues(row, name).some((left) => compare(left, sign, right)));
 }
 // The values of a row under a name, or under the end of one: `lr` is `optim.lr`, too.
-function namedValues({ status, run, settings, values }, name) {
+function namedValues({ status, run, note, tags, settings, values }, name) {
+  if (name === "tag" || name === "tags") return tags;
   const isNamed = (key) => key === name || key.endsWith(`.${name}`) || key.endsWith(`/${name}`);
-  return Object.entries({ status, run, ...settings, ...values }).filter(([key]) => isNamed(key)).map(([, value]) => value);
+  return Object.entries({ status, run, note, ...settings, ...values }).filter(([key]) => isNamed(key)).map(([, value]) => value);
 }
 function compare(left, sign, right) {
   const [a, b] = [Number(left), Number(right)], sameText = String(left).toLowerCase() === right.toLowerCase();
@@ -67,6 +68,8 @@ function runsList({ here, link, isPicked, pick, isFull }) {
       { name: "run", value: (row) => row.run, cell: nameCell, shown: true },
       { name: "status", value: (row) => row.status, cell: statusCell, shown: true },
       { name: "last event", value: (row) => row.changed, cell: (row) => new Date(row.changed * 1000).toLocaleString(), shown: true },
+      ...rows.some(({ tags }) => tags.length) ? [{ name: "tags", value: (row) => row.tags.join(" "), cell: (row) => tagsOf(row.tags), shown: true }] : [],
+      ...rows.some(({ note }) => note) ? [{ name: "note", value: (row) => row.note, cell: (row) => h("span", { className: "why" }, row.note.slice(0, 200)), shown: true }] : [],
       ...metrics.map((name) => optional(name, { kind: "n", value: (row) => row.values[name], cell: (row) => four(row.values[name]) })),
       ...settings.map((name) => optional(name, {
         value: (row) => row.settings[name], cell: (row) => h("span", { className: "setting" }, row.settings[name] ?? "") })),
