@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,23 @@ def test_a_run_stopped_between_the_states_of_two_hosts_draws_the_same_dropout(
     assert steps.items() <= losses(whole).items()
 
 
+@contextmanager
+def lost(rig: Rig, host: Host, *, cut: bool = False) -> Iterator[None]:
+    """Cut the power of a host, or its cable. At the end, also of a test that has failed, it comes
+    back: the next test needs it."""
+    if cut:
+        rig.cut(host)
+    else:
+        host.kill()
+    try:
+        yield
+    finally:
+        if cut:
+            host.kill()
+        host.boot()
+        rig.ray_join(host, cpus=2, env=ENV)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(
     rig: Rig, tmp_path: Path, backend: str
@@ -179,31 +197,26 @@ def test_a_lost_host_is_replaced_by_another_and_no_step_is_lost(
     run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
     wait_until(lambda: reached(struck, 20), "step 20", 90)
     # the head has the lowest address: if it has a rank, it is rank 0
-    lost = 1
-    victim = host_of(rig, struck, lost)
-    victim.kill()
-    assert run.wait(150) == 0, (struck / "screen.txt").read_text()
-    (back,) = events(struck, "restarted")
-    assert back["repeated"] <= 1
-    (end,) = result(struck)["restarts"]
-    assert (end["rank"], end["how"]) == (lost, "lost")
-    # the generators of the lost rank are lost with it, and are seeded anew: not to the last bit,
-    # but the same training
-    assert {event["step"] for event in events(struck, "report") if event["rank"] == 0} == set(
-        range(1, 97)
-    )
-    assert result(struck)["metrics"]["test_loss"] > 0
-    ledger = json.loads(
-        (rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text()
-    )
-    assert [
-        (noted["host"], noted["what"], noted["run"])
-        for noted in ledger
-        if noted["run"] == f"{struck}/run"
-    ] == [(victim.name, "lost", f"{struck}/run")]
-    wait_until(lambda: not left(rig), "end of all ranks", 60)
-    victim.boot()
-    rig.ray_join(victim, cpus=2, env=ENV)
+    victim = host_of(rig, struck, 1)
+    with lost(rig, victim):
+        assert run.wait(150) == 0, (struck / "screen.txt").read_text()
+        (back,) = events(struck, "restarted")
+        assert back["repeated"] <= 1
+        (end,) = result(struck)["restarts"]
+        assert (end["rank"], end["how"]) == (1, "lost")
+        # the generators of the lost rank are lost with it, and are seeded anew: not to the last
+        # bit, but the same training
+        reports = [event["step"] for event in events(struck, "report") if event["rank"] == 0]
+        assert {*reports} == {*range(1, 97)}
+        assert result(struck)["metrics"]["test_loss"] > 0
+        ledger = json.loads(
+            (rig.hosts[0].folder / "home" / ".cache" / "raydist" / "nodes.json").read_text()
+        )
+        # a busy machine may find a host slow as well
+        assert [(noted["host"], noted["run"]) for noted in ledger if noted["what"] == "lost"].count(
+            (victim.name, f"{struck}/run")
+        ) == 1
+        wait_until(lambda: not left(rig), "end of all ranks", 60)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -215,17 +228,14 @@ def test_a_host_that_is_cut_off_is_replaced_by_another_and_no_step_is_lost(
     run = start(rig, struck, "scale=2x1", "train.epochs=6", f"backend={backend}")
     wait_until(lambda: reached(struck, 20), "step 20", 90)
     victim = host_of(rig, struck, 1)
-    rig.cut(victim)
-    assert run.wait(150) == 0, (struck / "screen.txt").read_text()
-    (back,) = events(struck, "restarted")
-    assert back["repeated"] <= 1
-    (end,) = result(struck)["restarts"]
-    assert (end["rank"], end["how"]) == (1, "lost")
-    page = (struck / "run" / "blame-1.txt").read_text()
-    assert "another node for rank 1: host" in page
-    # Ray asks several times before it gives a node up: that is part of what the failure has cost
-    assert json.loads((struck / "run" / "blame-1.json").read_text())["parts"]["detect"] > 2
-    rig.restore(victim)
-    victim.kill()
-    victim.boot()
-    rig.ray_join(victim, cpus=2, env=ENV)
+    with lost(rig, victim, cut=True):
+        assert run.wait(150) == 0, (struck / "screen.txt").read_text()
+        (back,) = events(struck, "restarted")
+        assert back["repeated"] <= 1
+        (end,) = result(struck)["restarts"]
+        assert (end["rank"], end["how"]) == (1, "lost")
+        page = (struck / "run" / "blame-1.txt").read_text()
+        assert "another node for rank 1: host" in page
+        # Ray asks several times before it gives a node up: that is part of what the failure has cost
+        cost = json.loads((struck / "run" / "blame-1.json").read_text())["parts"]
+        assert cost["detect"] > 2
