@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from bench.measure import alternate, heads, row
@@ -64,7 +65,7 @@ def turn(asks: bool, answered_s: list[float]) -> float:
 
 def ask(runs: Path, answered_s: list[float]) -> None:
     """Ask for all stacks, STACKS times, while the program makes its steps."""
-    with connected_run(str(runs)) as link:
+    with connected_run(str(runs), Namespace(job=None)) as link:
         for _ in range(STACKS):
             began = time.perf_counter()
             link.send(GetStacks([], False))

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 from raydist.cluster import local_ray
 from raydist.shared.errors import LaunchError
@@ -109,19 +110,20 @@ def missing_parts() -> list[str]:
     ]
 
 
-async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIterator[bytes]:
+async def read_log(
+    client: Any, node: str, name: str, follow: bool, every_s: float = LOG_EVERY_S
+) -> AsyncIterator[bytes]:
     """Read a file below Ray's log folder on a node, through a JobSubmissionClient.
 
-    `follow`: continue with what is added to it, until the connection breaks. FileNotFoundError: no
-    such file; another OSError: the connection broke.
+    `follow`: continue with what is added to it, which Ray looks for every `every_s` seconds, until
+    the connection breaks. FileNotFoundError: no such file; another OSError: the connection broke.
     """
     import asyncio  # hardly any command needs these
 
     import aiohttp
 
-    if (headers := getattr(client, "_headers", None)) is None:  # with the token
-        raise missing("JobSubmissionClient._headers")
-    kind = f"stream?interval={LOG_EVERY_S}&" if follow else "file?"
+    headers = client_headers(client)
+    kind = f"stream?interval={every_s}&" if follow else "file?"
     address = (
         f"{client.get_address()}/api/v0/logs/{kind}lines=-1&node_id={node}&filename={quote(name)}"
     )
@@ -138,6 +140,48 @@ async def read_log(client: Any, node: str, name: str, follow: bool) -> AsyncIter
                 yield block
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         raise ConnectionError(f"{name}: {error}") from error
+
+
+def client_headers(client: Any) -> dict[str, str]:
+    """Return the headers of a JobSubmissionClient, which have the token."""
+    if (headers := getattr(client, "_headers", None)) is None:
+        raise missing("JobSubmissionClient._headers")
+    return dict(headers)
+
+
+def send_package(client: Any, name: str, content: bytes) -> None:
+    """Put bytes into the GCS's store through the dashboard, as an uploaded package is.
+
+    They stay until `take_package`. OSError: the dashboard refuses it, or does not answer.
+    """
+    address = f"{client.get_address()}/api/packages/gcs/{name}"
+    headers = {**client_headers(client), "Content-Type": "application/octet-stream"}
+    request = Request(address, content, headers, method="PUT")
+    with urlopen(request, timeout=CONNECT_S):
+        pass
+
+
+def take_package(address: str, name: str) -> bytes | None:
+    """Return what `send_package` has put into the store of the GCS at host:port, and remove it.
+
+    None: there is nothing of that name. ConnectionError: the GCS does not answer.
+    """
+    import grpc
+
+    key = {"key": f"gcs://{name}".encode()}
+    try:
+        with grpc_channel(address) as channel:
+            store = require(f"{STUBS}:InternalKVGcsServiceStub")(channel)
+            found = store.InternalKVGet(
+                require(f"{MESSAGES}:InternalKVGetRequest")(**key), timeout=KV_S
+            )
+            if not found.value:
+                return None
+            store.InternalKVDel(require(f"{MESSAGES}:InternalKVDelRequest")(**key), timeout=KV_S)
+    except grpc.RpcError as error:
+        raise ConnectionError(str(error)) from error
+    value: bytes = found.value
+    return value
 
 
 def keep_alive(reply: Any) -> None:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place, ranks = run_and_ranks("raydist debug", arguments.overrides)
         if len(ranks) > 1:
             raise ConfigError.of("rank", ranks, "one rank at a time", f"rank={ranks[0]}")
-        with stoppable(), connected_run(place) as link:
+        with stoppable(), connected_run(place, arguments) as link:
             link.send(Debug(ranks[0] if ranks else waiting_rank(link)))
             threading.Thread(target=pass_lines, args=(link,), daemon=True).start()
             return show_session(link)

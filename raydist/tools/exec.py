@@ -56,7 +56,7 @@ def run_beside(
     if bool(ranks) == arguments.all:
         raise ConfigError("raydist exec: where? type rank=0, or --all for all ranks")
     screen = Screen(arguments.all or len(ranks) > 1)
-    with connected_run(place) as link:
+    with connected_run(place, arguments) as link:
         link.send(Execute(ranks, command))
         with passing_on_ctrl_c(link):
             return show_output(link, screen)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, words = take_options(arguments.overrides, ("steps", "seconds", "memory"))
         place, ranks = run_and_ranks("raydist profile", words)
         request = make_request(options, ranks)
-        with connected_run(place) as link:
+        with connected_run(place, arguments) as link:
             link.send(request)
             print(*receive(link, TextReply).lines, flush=True)
             reply = receive(link, TextReply)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_ranks(arguments: argparse.Namespace) -> int:
     """Print the ranks once, or until Ctrl-C or the end of the run."""
     place = one_place("raydist ranks", arguments.overrides)
-    with stoppable(), connected_run(place) as link:
+    with stoppable(), connected_run(place, arguments) as link:
         while True:
             link.send(ListRanks())
             rows = receive(link, RankTable).rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,12 @@ from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.shared.events import EVENTS
 from raydist.tools.command_line import ToolParser
 from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, read_address
+from raydist.watch.operate.job_link import JobLink, read_job_address
 from raydist.watch.operate.relay import RelayedConnection, connect_here
 from raydist.watch.web.runs import no_run, runs_below
 
 Kind = TypeVar("Kind", bound=Message)
-Link = CommandLink | RelayedConnection
+Link = CommandLink | RelayedConnection | JobLink
 
 
 class RunEnded(RaydistError):
@@ -33,24 +35,66 @@ def run_parser(name: str, description: str, more: str = "") -> ToolParser:
     """
     parser = ToolParser(name, description)
     parser.positional("RUN", f"a run folder, or newest (default){more}")
+    add_job_flags(parser)
     return parser
 
 
+def add_job_flags(parser: ToolParser) -> None:
+    """Add --job and --address."""
+    parser.add_argument(
+        "--job",
+        metavar="ID",
+        help="the run of a job that was submitted to Ray; needs only the dashboard's port",
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)",
+    )
+
+
 @contextlib.contextmanager
-def connected_run(place: str) -> Iterator[Link]:
+def connected_run(place: str, arguments: argparse.Namespace) -> Iterator[Link]:
     """Yield a connection to the driver of the run that a person's text means.
 
     ConfigError: there is no such run, or it does not run. RunEnded: it ended meanwhile.
     """
     with contextlib.ExitStack() as stack:
-        folder, address = find_running(place)
-        stack.enter_context(connect_to(folder, address))
-        link = open_link(folder, address)
+        if arguments.job:
+            link: Link = open_job_link(arguments.job, arguments.address, place)
+        else:
+            folder, address = find_running(place)
+            stack.enter_context(connect_to(folder, address))
+            link = open_link(folder, address)
         stack.callback(link.close)
         try:
             yield link
         except (ConnectionError, TimeoutError) as error:
-            raise RunEnded(f"{folder}: the run has ended") from error
+            what = arguments.job or folder
+            raise RunEnded(f"{what}: the run has ended") from error
+        except OSError as error:
+            if not arguments.job:
+                raise
+            why = f"lost the connection to the dashboard ({error})"
+            raise RaydistError(f"--job {arguments.job}: {why}") from error
+
+
+def open_job_link(job: str, address: str, place: str) -> JobLink:
+    """Return a connection to the driver of a submitted job, by the dashboard's port.
+
+    ConfigError: there is no such job, or none of its ranks runs.
+    """
+    from raydist.tools import submit
+
+    if place != "newest":
+        why = "a run folder and a job are two runs"
+        raise no_run(f"{place} --job {job}", why, f"--job {job}")
+    client = submit.job_client(address)
+    info = submit.find_job(client, job)
+    if (driver := read_job_address(client, job, info)) is None:
+        why = "the run has ended, or its ranks have not started"
+        raise no_run(f"--job {job}", why, "a job that runs")
+    return JobLink(client, info, driver)
 
 
 def find_running(place: str) -> tuple[Path, DriverAddress]:

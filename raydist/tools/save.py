@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "save", "Has a run save a checkpoint after its current step, and continue."
         )
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
-        with connected_run(one_place("raydist save", arguments.overrides)) as link:
+        place = one_place("raydist save", arguments.overrides)
+        with connected_run(place, arguments) as link:
             link.send(SaveNow())
             receive(link, TextReply)
             print(*receive(link, TextReply).lines)

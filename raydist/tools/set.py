@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         changes = [word for word in words if "=" in word and not Path(word).exists()]
         read_changes(changes)
         place = one_place("raydist set", [word for word in words if word not in changes])
-        with connected_run(place) as link:
+        with connected_run(place, arguments) as link:
             link.send(ChangeSettings(changes))
             print(*receive(link, TextReply).lines, flush=True)
             print("set", *receive(link, TextReply).lines)

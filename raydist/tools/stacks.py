@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         place, ranks = run_and_ranks("raydist stacks", arguments.overrides)
-        with connected_run(place) as link:
+        with connected_run(place, arguments) as link:
             link.send(GetStacks(ranks, arguments.native))
             reply = receive(link, TextReply)
         print("\n".join(reply.lines))

@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         parser.add_argument("--now", action="store_true", help="as a second Ctrl-C does")
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
-        with connected_run(one_place("raydist stop", arguments.overrides)) as link:
+        place = one_place("raydist stop", arguments.overrides)
+        with connected_run(place, arguments) as link:
             link.send(StopRun(arguments.now))
             print(*receive(link, TextReply).lines, flush=True)
             while link.receive() is not None:

@@ -193,6 +193,16 @@ def job_client(address: str) -> JobSubmissionClient:
         raise ConfigError.of("--address", at, cause, "--address http://HEAD:8265") from error
 
 
+def find_job(client: JobSubmissionClient, job: str) -> Any:
+    """Return Ray's JobDetails of a job. ConfigError: there is no such job."""
+    try:
+        return client.get_job_info(job)
+    except RuntimeError as error:
+        raise ConfigError.of(
+            "--job", job, reason_of_ray(error), "the id that `ray job list` shows"
+        ) from error
+
+
 def token_source() -> str:
     """Return where Ray has found this user's token, in the order in which it looks."""
     if os.environ.get("RAY_AUTH_TOKEN"):

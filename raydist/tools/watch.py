@@ -28,6 +28,7 @@ from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.tools import command_line, submit
 from raydist.tools.command_line import ToolParser, run_tool
+from raydist.tools.running import add_job_flags
 from raydist.watch.web.export import export, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored
@@ -46,16 +47,7 @@ def watch_parser() -> ToolParser:
         "RUN",
         "folder of a run, of a sweep or of many; URL of a run in its storage; or newest (default)",
     )
-    parser.add_argument(
-        "--job",
-        metavar="ID",
-        help="the run of a job that was submitted to Ray; needs only the dashboard's port",
-    )
-    parser.add_argument(
-        "--address",
-        default="",
-        help="with --job: http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)",
-    )
+    add_job_flags(parser)
     parser.add_argument(
         "--with",
         dest="others",
@@ -193,12 +185,7 @@ def files_of_job(job: str, address: str) -> Read:
     ConfigError: there is no such job.
     """
     client = submit.job_client(address)
-    try:
-        node = client.get_job_info(job).driver_node_id
-    except RuntimeError as error:
-        raise ConfigError.of(
-            "--job", job, submit.reason_of_ray(error), "the id that `ray job list` shows"
-        ) from error
+    node = submit.find_job(client, job).driver_node_id
     return lambda name, follow: ray_private.read_log(client, node, f"raydist/{job}/{name}", follow)
 
 

@@ -58,10 +58,15 @@ class Rig:
                     raise NotImplementedError(f"{words!r} on {host.name}: {done.stderr.strip()}")
 
     def ray_up(
-        self, cpus: int = 2, *, dashboard: bool = False, env: Mapping[str, str] | None = None
+        self,
+        cpus: int = 2,
+        *,
+        head_cpus: int | None = None,
+        dashboard: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> str:
         """Start Ray on every host, the head on the first, and return its address. `env` is for
-        Ray's own processes."""
+        Ray's own processes. `head_cpus`: 0 keeps ranks away from the first host."""
         head, *others = self.hosts
         self.ray_address = f"{head.address()}:{_RAY_PORT}"
         address = f"--dashboard-host={head.address()}"  # for this machine, with the token
@@ -71,7 +76,8 @@ class Rig:
             address,
             "--disable-usage-stats",
         ]
-        finish(_ray_start(head, cpus, ["--head", *first], env))
+        own = cpus if head_cpus is None else head_cpus
+        finish(_ray_start(head, own, ["--head", *first], env))
         for host, starting in [(host, self._ray_join(host, cpus, env)) for host in others]:
             try:
                 finish(starting)

@@ -44,10 +44,10 @@ def job(config, steps=400):
 
 
 @contextmanager
-def forwarded(host: str, port: int) -> Iterator[int]:
-    """A port of this machine that leads to that one, as `ray dashboard` makes one; the number of
-    the port."""
-    server = socket.create_server(("127.0.0.1", 0))
+def forwarded(host: str, port: int, at: socket.socket | None = None) -> Iterator[int]:
+    """A port of this machine, or `at`, that leads to that one, as `ray dashboard` makes one; the
+    number of the port."""
+    server = at or socket.create_server(("127.0.0.1", 0))
 
     def pump(a: socket.socket, b: socket.socket) -> None:
         try:

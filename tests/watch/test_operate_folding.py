@@ -17,6 +17,10 @@ REDUCES = [
     ("<frozen runpy>", 1, ""),
 ]
 SLEEPS = [("/home/me/train.py", 31, "rest"), ("/home/me/train.py", 90, "main")]
+LOADS = [
+    ("/x/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 9, "__next__"),
+    ("/home/me/train.py", 40, "main"),
+]
 LIBRARY_ONLY = [(LIBRARY, 9, "barrier")]
 
 
@@ -53,6 +57,7 @@ def source(file: str, line: int) -> str:
         ([seen(0, SLEEPS), seen(1, SLEEPS, way="signal")], "rank 1: time.sleep(60) at train.py:31"),
         ([seen(0, [], way="")], "rank 0: no Python stack: it is outside of Python"),
         ([seen(0, [], "D", "")], "rank 0: waits for a disk or a device: it is outside of Python"),
+        ([seen(0, LOADS)], "rank 0: waits for its data loader at train.py:40"),
         ([seen(0, LIBRARY_ONLY)], "rank 0: barrier at distributed_c10d.py:9"),
         ([seen(0, SLEEPS[1:])], "rank 0: main at train.py:90"),
         ([], ""),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from raydist.messages.agent import NativeStack, RankActivity
-from raydist.recovery.hang_verdict import LAUNCH, LIBRARY, RankState, describe_collective
+from raydist.recovery.hang_verdict import LAUNCH, LIBRARY, LOADER, RankState, describe_collective
 from raydist.shared.rank_names import name_ranks
 
 WAYS = {
@@ -102,6 +102,8 @@ def whereabouts(seen: Seen, line_of: SourceLine) -> str:
             return f"{frames[0]['name']} at {_place(frames[0])}"
         blocked = "waits for a disk or a device" if state.state == "D" else "no Python stack"
         return f"{blocked}: it is outside of Python"
+    if any(LOADER.search(frame["file"]) for frame in frames[:own]):
+        return f"waits for its data loader at {_place(frames[own])}"
     called = [frame["name"] for frame in reversed(frames[:own])]
     plain = [name for name in called if name not in WRAPPERS] or called
     words = plain[0] if plain else line_of(frames[own]["file"], _line(frames[own]))

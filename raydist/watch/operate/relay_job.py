@@ -1,0 +1,66 @@
+"""A small job beside a driver: passes a command's messages on, and prints the replies. (driver)
+
+`python -m raydist.watch.operate.relay_job SOCKET NAME MESSAGE`: the driver's socket, the name of
+the job, and the first message. See job_link.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from raydist.cluster import ray_private
+from raydist.messages.operate import Refused
+from raydist.messages.wire import encode
+from raydist.watch.operate.connection import CommandLink
+from raydist.watch.operate.relay import connect_here
+
+CLOSED = b"raydist: closed"
+"""What it prints after the driver's last message."""
+FIRST_S = 1.0
+"""Seconds until it looks for a second message: most commands send one only."""
+LOOK_S = 0.2
+"""Seconds between two looks for a message."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Pass messages on until the driver closes the connection."""
+    socket, name, message = argv
+    try:
+        link = connect_here(socket)
+    except OSError:
+        print_line(encode(Refused("the run has ended", usage=True)))
+    else:
+        link.sock.sendall(message.encode() + b"\n")
+        threading.Thread(target=pass_further_on, args=(link, name), daemon=True).start()
+        while (line := link.receive_line()) is not None:
+            print_line(line)
+    print_line(CLOSED)
+    return 0
+
+
+def print_line(line: bytes) -> None:
+    """Print a line at once."""
+    sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def pass_further_on(link: CommandLink, name: str) -> None:
+    """Send the driver each further message that the command has put into Ray's store."""
+    time.sleep(FIRST_S)
+    address = os.environ["RAY_ADDRESS"]  # Ray's job server sets it to that of the GCS
+    with contextlib.suppress(OSError):  # the driver has closed the connection
+        for number in itertools.count(1):
+            package = f"{name}-{number}.zip"
+            while (line := ray_private.take_package(address, package)) is None:
+                time.sleep(LOOK_S)
+            link.sock.sendall(line + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""Commands about a submitted job, typed on a laptop that reaches nothing but the dashboard's port."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.rig import Rig, hosts, requires_root
+from tests.rig.namespaces import CAPTURED, NET, Space, enter, finish
+from tests.scenarios.test_operate_rig import PROGRAM
+from tests.scenarios.test_watch_rig import forwarded
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    requires_root,
+]
+PATIENCE_S = 600.0
+JOB = "operated"
+
+
+class Laptop:
+    """A machine without any network but its own loopback."""
+
+    def __init__(self, space: Space, folder: Path, token: str) -> None:
+        self._space = space
+        self._folder = folder
+        own = {name: text for name, text in os.environ.items() if not name.startswith("RAY")}
+        self._env = {**own, "PYTHONPATH": str(ROOT), "HOME": str(folder), **auth(token)}
+        self.port = 0
+
+    def listen(self) -> socket.socket:
+        """Return a socket that listens on the loopback."""
+        made: list[socket.socket] = []
+
+        def open_inside() -> None:
+            enter(os.pidfd_open(self._space.pid), NET)
+            made.append(socket.create_server(("127.0.0.1", 0)))
+
+        thread = threading.Thread(target=open_inside)  # only this thread moves
+        thread.start()
+        thread.join()
+        return made[0]
+
+    def type(
+        self, *words: str, typed: str = "", token: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Type `raydist WORDS`; `typed`: what its input has."""
+        keys = self._folder / "typed.txt"
+        keys.write_text(typed)
+        here = words.index("--") if "--" in words else len(words)
+        where = ["--job", JOB, "--address", f"http://127.0.0.1:{self.port}"]
+        argv = [sys.executable, "-m", "raydist.cli", *words[:here], *where, *words[here:]]
+        env = {**self._env, **(auth(token) if token else {})}
+        with keys.open() as stdin:
+            pipes = {**CAPTURED, "stdin": stdin}
+            program = self._space.spawn(argv, cwd=self._folder, env=env, **pipes)
+            return finish(program, check=False, timeout=PATIENCE_S)
+
+
+def auth(token: str) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+@contextmanager
+def laptop_of(rig: Rig, folder: Path, token: str) -> Iterator[Laptop]:
+    space = Space(NET, "ip link set lo up")
+    try:
+        laptop = Laptop(space, folder, token)
+        with forwarded(rig.hosts[0].address(), 8265, laptop.listen()) as laptop.port:
+            yield laptop
+    finally:
+        space.end()
+
+
+def jobs(rig: Rig) -> str:
+    """`ray job list` on the cluster."""
+    host = rig.hosts[0]
+    env = {"RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265"}
+    argv = ["python", "-m", "ray.scripts.scripts", "job", "list"]
+    return host.run(argv, env=env, timeout=PATIENCE_S).stdout
+
+
+def test_a_laptop_that_reaches_the_dashboards_port_operates_a_job(tmp_path: Path) -> None:
+    with hosts(2, nics=("eth0",)) as rig:
+        rig.ray_up(cpus=2, dashboard=True, env={"PYTHONPATH": str(ROOT)})
+        host, second = rig.hosts
+        project = host.folder / "home/project"
+        project.mkdir()
+        (project / "steps.py").write_text(textwrap.dedent(PROGRAM))
+        token = (host.folder / "home/.ray/auth_token").read_text().strip()
+        argv = ["python", "-m", "raydist.tools.submit", "--no-wait", "--submission-id", JOB]
+        host.run(
+            [*argv, "scale=2x1", "script=steps.py"],
+            env={
+                "PYTHONPATH": str(ROOT),
+                "RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265",
+            },
+            cwd=project,
+            timeout=PATIENCE_S,
+        )
+        with laptop_of(rig, tmp_path, token) as laptop:
+            early = laptop.type("stacks")
+            assert early.returncode in (0, 2), early.stderr  # its ranks start
+            wait_until(
+                lambda: "steps.py" in laptop.type("stacks", "rank=1").stdout, "stacks", PATIENCE_S
+            )
+            rows = [json.loads(line) for line in laptop.type("ranks", "--json").stdout.splitlines()]
+            assert [row["host"] for row in rows] == [host.name, second.name]
+            done = laptop.type("exec", "rank=1", "--", "sh", "-c", "hostname; echo no >&2; exit 7")
+            assert (done.stdout, done.returncode) == (f"{second.name}\n", 7), done.stderr
+            assert "no\n" in done.stderr
+            said = laptop.type("debug", "rank=1", typed="p 40 + 2\nq\n")
+            assert "42" in said.stdout, said.stderr
+            assert "the rank continues" in said.stdout
+            profiled = laptop.type("profile", "steps=2")
+            assert "profile: operate/profile-" in profiled.stdout, profiled.stderr
+            for wrong in ("0" * 64, " "):
+                refused = laptop.type("ranks", token=wrong)
+                assert refused.returncode == 2
+                assert not refused.stdout
+                assert "token" in refused.stderr
+            unfit = laptop.type("save")
+            assert (unfit.returncode, unfit.stdout) == (2, "")
+            assert "the program is not in raydist.fit" in unfit.stderr
+            assert jobs(rig).count("raydist-") == 0  # the small jobs are deleted
+            stopped = laptop.type("stop")
+            assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, "stopped")
+            wait_until(lambda: "STOPPED" in jobs(rig) or "FAILED" in jobs(rig), "end", PATIENCE_S)
+            late = laptop.type("ranks")
+            assert late.returncode == 2
+            assert "has ended" in late.stderr
