@@ -36,17 +36,19 @@ def test_only_a_page_of_the_server_may_press(headers: dict[str, str], own: bool)
 
 
 @pytest.mark.parametrize(
-    ("machine", "pid", "buttons", "shown", "why"),
+    ("here", "alive", "buttons", "shown", "why"),
     [
-        (machine_id(), os.getpid(), True, True, ""),
-        (machine_id(), os.getpid(), False, False, ""),
-        ("another", os.getpid(), True, True, "is on far; type raydist stacks"),
-        (machine_id(), 2**22 + 1, True, False, ""),  # a driver that was killed
+        (True, True, True, True, ""),
+        (True, True, False, False, ""),
+        (False, True, True, True, "is on far; type raydist stacks"),
+        (True, False, True, False, ""),
     ],
 )
 def test_buttons_are_offered_where_they_do_something(
-    tmp_path: Path, machine: str, pid: int, buttons: bool, shown: bool, why: str
+    tmp_path: Path, here: bool, alive: bool, buttons: bool, shown: bool, why: str
 ) -> None:
+    """`here`, `alive`: whether the driver is on this machine, and was not killed."""
+    machine, pid = machine_id() if here else "another", os.getpid() if alive else 2**22 + 1
     DriverAddress("raydist-0", pid, "far", machine, NETWORK, "", buttons).write(tmp_path)
     found = offer(tmp_path)
     assert found["shown"] == shown
