@@ -39,6 +39,8 @@ _leave = False
 
 It must if the program itself was not connected, and the cluster is not the program's own.
 """
+_dashboard = ""
+"""HOST:PORT of the dashboard of the Ray that was joined."""
 _local_cpus = 0
 """CPUs of the Ray that this process started; 0 if it started none."""
 _reaper: subprocess.Popen[bytes] | None = None
@@ -61,7 +63,15 @@ def connect(job: Job, events: Events) -> Iterator[None]:
     try:
         signals.raise_again()
         address = ray.get_runtime_context().gcs_address
-        events.add(kinds.Cluster(address=address, started=started, nodes=len(alive_nodes())))
+        events.add(
+            kinds.Cluster(
+                address=address,
+                started=started,
+                nodes=len(alive_nodes()),
+                job=ray_private.submission_id(),
+                dashboard=_dashboard,
+            )
+        )
         for text in ray_private.missing_parts():
             events.warn(text)
         events.add(kinds.Phase(name="connect", s=time.time() - began))
@@ -180,6 +190,7 @@ def settle_group(job: Job) -> Job:
 
 def start_or_join(job: Job) -> bool:
     """Connect this process to Ray; return whether it had to start a Ray on this machine."""
+    global _dashboard
     import ray
 
     # Ray runs its workers at nice 15, below everything else on the node. On a node for training
@@ -195,7 +206,7 @@ def start_or_join(job: Job) -> bool:
     }
     try:
         if address := running_address():
-            ray.init(address=address, **quiet)
+            _dashboard = ray.init(address=address, **quiet).dashboard_url or ""
             return False
         # Refuse an impossible request before starting Ray for it.
         placement.resources_for(job, [local_node(job)])

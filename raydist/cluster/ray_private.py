@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import logging
 import os
 import socket
@@ -412,6 +413,16 @@ def skip_serializers() -> None:
     """
     if find_part(SERIALIZERS) is not None:
         replace(SERIALIZERS, lambda context: None)
+
+
+def submission_id() -> str:
+    """Return the id under which this program was submitted to Ray as a job; empty if it was not."""
+    try:
+        return str(
+            json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
+        )
+    except (KeyError, ValueError, TypeError):
+        return ""
 
 
 def change_job_entry(

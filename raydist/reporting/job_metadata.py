@@ -77,7 +77,7 @@ class JobMetadata:
     """
 
     def __init__(self, settings: Watch) -> None:
-        self._id = submission_id() if settings.job_metadata else ""
+        self._id = ray_private.submission_id() if settings.job_metadata else ""
         self._dir = ""
 
     def __call__(self, event: Event) -> None:
@@ -102,13 +102,3 @@ class JobMetadata:
         with contextlib.suppress(grpc.RpcError):
             # Ray's job server sets RAY_ADDRESS to the address of the GCS.
             ray_private.change_job_entry(os.environ["RAY_ADDRESS"], self._id, change, ANSWER_S)
-
-
-def submission_id() -> str:
-    """Return the id under which this program was submitted to Ray as a job; empty if it was not."""
-    try:
-        return str(
-            json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]["job_submission_id"]
-        )
-    except (KeyError, ValueError, TypeError):
-        return ""

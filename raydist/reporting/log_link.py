@@ -11,7 +11,6 @@ import contextlib
 from pathlib import Path
 
 from raydist.cluster import ray_private
-from raydist.reporting.job_metadata import submission_id
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 
@@ -31,7 +30,7 @@ class LogLink:
     def __call__(self, event: Event) -> None:
         # A Ray that this run started has no dashboard.
         if isinstance(event, kinds.Cluster) and event.address and not event.started:
-            name = submission_id() or f"{self._folder.parent.name}_{self._folder.name}"
+            name = event.job or f"{self._folder.parent.name}_{self._folder.name}"
             link = ray_private.log_folder() / FOLDER / name
             # The Ray may belong to another user: its page needs another way.
             with contextlib.suppress(OSError):

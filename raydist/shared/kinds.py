@@ -171,6 +171,10 @@ class Cluster(Event):
     """Whether raydist started this Ray."""
     requested: str = ""
     """Without Ray: the setting `group`."""
+    job: str = ""
+    """The id of the job as which the program was submitted to Ray; empty if it was not."""
+    dashboard: str = ""
+    """HOST:PORT of Ray's dashboard; empty if it has none, or the program itself has connected."""
 
 
 class Wait(Event):

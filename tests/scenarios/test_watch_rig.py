@@ -126,6 +126,7 @@ def test_the_log_of_a_rank_on_another_node_by_the_dashboards_port(tmp_path: Path
                     lambda name, value: name == "state" and (value["step"] or 0) >= 5,
                 )
                 assert (state["status"], state["world_size"]) == ("running", 2)
+                assert state["job"] == ["watched", f"{rig.hosts[0].address()}:8265"]
                 _, ranks = first_event(f"{link}stream", lambda name, value: name == "ranks")
                 assert {row[1] for row in ranks["ranks"].values()} == {"host0", "host1"}
                 _, log = first_event(

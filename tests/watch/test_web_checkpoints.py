@@ -1,4 +1,4 @@
-"""Checkpoints and the trace of a run, on its page in a real browser."""
+"""Checkpoints, the trace and Ray's job of a run, on its page in a real browser."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from tests.watch.test_web_tabs import write_run
 ROWS = "[...document.querySelectorAll('#checkpoints tbody tr')].map((row) => [0, 3, 4].map((at) => row.cells[at].innerText))"
 
 
+JOB = "document.querySelector('#state a')"
+
+
 def test_the_newest_checkpoints_are_kept_once() -> None:
     model = Model()
     for step in [*range(2 * CHECKPOINTS), 150]:
@@ -31,7 +34,7 @@ def test_the_newest_checkpoints_are_kept_once() -> None:
 
 @needs_chromium
 @pytest.mark.slow
-def test_checkpoints_are_listed_and_the_trace_is_saved(tmp_path: Path) -> None:
+def test_checkpoints_and_the_job_are_listed_and_the_trace_is_saved(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs/job/one", "one")
     steps = {step: run / f"checkpoints/step-{step}" for step in (10, 20)}
     for step, path in steps.items():
@@ -54,6 +57,13 @@ def test_checkpoints_are_listed_and_the_trace_is_saved(tmp_path: Path) -> None:
         ]
         browser.wait_until(f"JSON.stringify({ROWS}) == JSON.stringify({json.dumps(expected)})")
         assert "removed since" in browser.text("#unsized")
+        assert not browser.value(JOB)
+        events.add(kinds.Cluster(address="n:6379", job="raysubmit_1", dashboard="n:8265"))
+        browser.wait_until(JOB)
+        assert browser.value(f"[{JOB}.href, {JOB}.innerText]") == [
+            "http://n:8265/#/jobs/raysubmit_1",
+            "raysubmit_1",
+        ]
         browser.value("document.querySelector('#trace').click()")
         trace = tmp_path / "one-trace.json"
         wait_until(lambda: trace.exists() and trace.read_text().endswith("}"), "it", PATIENCE_S)

@@ -91,6 +91,7 @@ class Model:
     checkpoints: dict[str, SavedShown] = field(default_factory=dict)
     """By path."""
     run: kinds.Run | None = None
+    cluster: kinds.Cluster | None = None
     result: kinds.Result | None = None
     waits: str = ""
     """What the run waits for, or does outside of steps."""
@@ -154,6 +155,7 @@ class Model:
         """Note what the run waits for from now on."""
         match event:
             case kinds.Cluster():
+                self.cluster = event
                 self.waits = "for a place on the nodes"
             case kinds.Wait() | kinds.Hang() | kinds.Notice():
                 self.waits = event.text
@@ -312,6 +314,7 @@ class Model:
             "dir": self.run.dir if self.run else "",
             "began": figures.began,
             "status": result.status if result else "running",
+            "job": [self.cluster.job, self.cluster.dashboard] if self.cluster else ["", ""],
             "attempt": self.attempt,
             "step": progress.step,
             "steps": progress.totals.get("steps"),

@@ -6,6 +6,7 @@ let state = {}, lanes = { times: [], shares: {} }, marks = [];
 const curves = Object.create(null);  // a metric may be named constructor
 let fileNumber = 0;
 
+const jobLink = ([id, dashboard]) => !id || !dashboard ? id : h("a", { href: `http://${dashboard}/#/jobs/${encodeURIComponent(id)}`, title: "in Ray's dashboard" }, id);
 const fileName = (text) => text.replace(/[^\w.-]+/g, "_");
 
 const sections = {
@@ -22,7 +23,7 @@ const sections = {
     const health = news.health.concat(news.evaluation).map((text) => { const at = text.search(/ [^ ]*$/), rate = text.match(/^(\S+) (\S+\/s)$/);
       return rate ? [rate[2], rate[1]] : [text.slice(0, at), text.slice(at + 1)]; });
     const figures = [...news.position.map((text) => text.split(" ")), ...health, ["left", (news.left[0] || "").replace(" left", "")],
-      ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)]];
+      ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)], ["Ray's job", jobLink(news.job)]];
     fill($("#state dl"), figures.filter(([, value]) => value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     say($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
     say($("#checked"), news.checked);
