@@ -100,11 +100,12 @@ class WholeCheckpointer:
     def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
         self.rest()  # the previous checkpoint
         step, model = state.progress.step, state.stepper.model
+        # On all ranks: if only rank 0 kept it, its memory would soon have no step that the others
+        # have, and a stop would leave a state without their random generators.
+        self.hold(state)
         drawn = torch.stack(self.comm.gather(random_state.capture(model.device)))
         extra = {"position": state.position(), "random": drawn, **state.order.owns()}
-        if context.rank().rank != 0 or self.snapshots.to_disk(
-            step, state.own, state.common, extra, metrics
-        ):
+        if context.rank().rank != 0 or self.snapshots.to_disk(step, extra, metrics):
             groups.wait_for_rank_0(self.comm, lambda within_s: True)
         else:
             whole = {**state.common(), **extra, "config": as_saved(self.job)}

@@ -160,30 +160,15 @@ class Snapshotter:
             self._memory.settle()
         return self._memory is not None
 
-    def to_disk(
-        self,
-        step: int,
-        own: Callable[[], State],
-        state: Callable[[], State],
-        extra: State,
-        metrics: dict[str, float],
-    ) -> bool:
-        """Have this step's snapshot written to the disk in the background, if possible.
+    def to_disk(self, step: int, extra: State, metrics: dict[str, float]) -> bool:
+        """Have this step's snapshot written to the disk in the background; report whether it is.
 
-        Return whether it is possible.
-
-        `extra`: what the checkpoint has instead of the snapshot's values, or in addition.
+        It is not if `hold` could not keep the state. `extra`: what the checkpoint has instead of
+        the snapshot's values, or in addition.
         """
-        self.rest()
-        if self._memory is None:
-            return False
-        self._memory.settle()
-        slot = self._memory.steps.get(step)
+        slot = None if self._memory is None else self._memory.steps.get(step)
         if slot is None:
-            slot = self._keep(step, own, state)
-        if slot is None or self._memory is None:
             return False
-        self._memory.settle()
         return checkpoint.hand_over(self._request(step, extra, metrics), slot)
 
     def rest(self, within_s: float = math.inf) -> bool:

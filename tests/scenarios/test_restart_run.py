@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -554,16 +554,40 @@ LATE_WORDS = (
 )
 
 
-def test_a_run_stopped_between_the_states_of_two_ranks_draws_the_same_dropout(
-    tmp_path: Path,
-) -> None:
-    words = ("job=late.py", *LATE_WORDS, "scale=1x2", "group=inline")
+SLOW_SAVES = """
+from raydist.worker import checkpoint
 
-    def started(name: str, *more: str) -> Program:
+hand_over = checkpoint.hand_over
+
+
+def hand_over_late(*of_checkpoint):
+    time.sleep(0.3)
+    return hand_over(*of_checkpoint)
+
+
+checkpoint.hand_over = hand_over_late
+"""
+"""Rank 0 has kept the state of a checkpoint, and is stopped before it has requested it."""
+
+
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ("", LATE_WORDS[:1]),
+        (SLOW_SAVES, ("optim=sgd", "snapshot.every=1000", "checkpoint.every=1")),
+    ],
+    ids=["snapshots", "checkpoints"],
+)
+def test_a_run_stopped_between_the_states_of_two_ranks_draws_the_same_dropout(
+    tmp_path: Path, more: str, settings: Sequence[str]
+) -> None:
+    words = ("job=late.py", *LATE_WORDS[1:], *settings, "scale=1x2", "group=inline")
+
+    def started(name: str, *resume: str) -> Program:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "late.py").write_text(LATE)
-        return Program(folder, *words, *more)
+        (folder / "late.py").write_text(LATE + more)
+        return Program(folder, *words, *resume)
 
     def seen(done: Program) -> dict[int, float]:
         return {
