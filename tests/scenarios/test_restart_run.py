@@ -291,16 +291,15 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
     assert any("step-00000032 is skipped" in text for text in done.warnings)
 
 
-def test_a_damaged_checkpoint_of_a_later_step_does_not_stand_for_the_last_state(
-    on_ray: Path,
-) -> None:
+def test_a_damaged_checkpoint_does_not_stand_for_the_last_state(on_ray: Path) -> None:
+    """The state of its step is still in memory."""
     words = ("snapshot.every=15", "checkpoint.every=16", "restart.max=1")
     with pytest.raises(RunFailed) as caught:
-        train(*words, struck=(Fault("damage", 0, 40), kill(1, 31, 1)))
+        train(*words, struck=(Fault("damage", 0, 40), kill(1, 33, 1)))
     result = caught.value.result
-    assert begun(result) == [0, 30]
-    assert result.checkpoint == result.dir / "checkpoints" / "step-00000030"
-    assert checkpoint_files.verify(result.checkpoint).step == 30
+    assert begun(result) == [0, 32]
+    assert result.checkpoint == result.dir / "checkpoints" / "step-00000032"
+    assert checkpoint_files.verify(result.checkpoint).step == 32
 
 
 @pytest.fixture
@@ -554,15 +553,20 @@ LATE_WORDS = (
 )
 
 
-SLOW_SAVES = """
+HELD = """
+from pathlib import Path
+
 from raydist.worker import checkpoint
 
 hand_over = checkpoint.hand_over
+hold = Path(__file__).with_name("hold")
 
 
-def hand_over_late(*of_checkpoint):
-    time.sleep(0.3)
-    return hand_over(*of_checkpoint)
+def hand_over_late(request, slot):
+    if request.step == 5 and hold.exists():
+        hold.rename(hold.with_name("held"))
+        time.sleep(600)
+    return hand_over(request, slot)
 
 
 checkpoint.hand_over = hand_over_late
@@ -574,7 +578,7 @@ checkpoint.hand_over = hand_over_late
     ("more", "settings"),
     [
         ("", LATE_WORDS[:1]),
-        (SLOW_SAVES, ("optim=sgd", "snapshot.every=1000", "checkpoint.every=1")),
+        (HELD, ("optim=sgd", "snapshot.every=1000", "checkpoint.every=1")),
     ],
     ids=["snapshots", "checkpoints"],
 )
@@ -583,10 +587,12 @@ def test_a_run_stopped_between_the_states_of_two_ranks_draws_the_same_dropout(
 ) -> None:
     words = ("job=late.py", *LATE_WORDS[1:], *settings, "scale=1x2", "group=inline")
 
-    def started(name: str, *resume: str) -> Program:
+    def started(name: str, *resume: str, hold: bool = False) -> Program:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "late.py").write_text(LATE + more)
+        if hold:
+            (folder / "hold").touch()
         return Program(folder, *words, *resume)
 
     def seen(done: Program) -> dict[int, float]:
@@ -596,8 +602,10 @@ def test_a_run_stopped_between_the_states_of_two_ranks_draws_the_same_dropout(
             if report["rank"] == 0
         }
 
-    whole, stopped = started("whole"), started("stopped")
+    whole, stopped = started("whole"), started("stopped", hold=bool(more))
     stopped.wait_for_step(5)
+    if more:
+        stopped.wait_until((stopped.folder / "held").exists, "checkpoint of step 5")
     stopped.signal(signal.SIGINT)
     assert stopped.wait() == 130, stopped.screen
     resumed = started("resumed", f"resume={stopped.run_dir}")
