@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from raydist.shared.events import Events
 from raydist.watch.web.run_note import RunNote, write_note
 from tests.browser import Browser, needs_chromium
 from tests.records import event
-from tests.scenarios.test_watch_page import DRAWN, watching
+from tests.scenarios.test_watch_page import DRAWN
 from tests.watch.test_web_controls import write_run
 from tests.watch.test_web_model import CAUSE
 from tests.watch.test_web_nodes import load
@@ -53,18 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for n in range(3):
         write_running(sweep / str(n), f"trial {n}")
     return folder
-
-
-@pytest.fixture(scope="module")
-def link(folder: Path) -> Iterator[str]:
-    with watching(folder, "runs/job") as link:
-        yield link
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
 
 
 def violations(browser: Browser) -> Any:

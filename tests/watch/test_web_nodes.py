@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from raydist.shared import kinds
 from raydist.watch.web.node_figures import COLUMNS, LINES, NodeFigures, halved, outermost
 from tests.browser import Browser, needs_chromium
 from tests.records import changed, event, line
-from tests.scenarios.test_watch_page import assert_only_local, watching
+from tests.scenarios.test_watch_page import assert_only_local
 
 
 def load(cpu: float, sent: int = 0, gpus: int = 0) -> Mapping[str, Any]:
@@ -140,18 +140,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_nodes(folder / "runs/job/forty", 40, 4)
     write_nodes(folder / "runs/job/alone", 1, 5, gpus=0)
     return folder
-
-
-@pytest.fixture(scope="module")
-def link(folder: Path) -> Iterator[str]:
-    with watching(folder, "runs/job") as link:
-        yield link
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
 
 
 def drawn(browser: Browser, name: str, expected: Sequence[Sequence[float | None]]) -> None:
