@@ -98,6 +98,15 @@ def classify_end(
     if end.signal == signal.SIGABRT and not end.message:
         end = replace(end, message=last_words(log_tail))
     end = _with_lost_gpu(end, report)
+    if rank.raised and rank.raised.code:  # it was exiting when the others were ended
+        return replace(
+            end,
+            how="exited",
+            at=rank.raised.t,
+            step=rank.raised.step,
+            code=rank.raised.code,
+            signal=0,
+        )
     return replace(end, how="killed" if end.signal else "exited" if end.code else "finished")
 
 
@@ -116,11 +125,11 @@ def _follows(error: End, attempt: AttemptRecord) -> bool:
 
 
 def _raised(end: End, report: RankEnd, rank: RankRecord) -> End | None:
-    """Return the exception that ended a rank; None if there is none.
+    """Return the exception that ended a rank; None if there is none, or it called `sys.exit`.
 
     It was reported, or is in the rank's error file.
     """
-    if rank.raised:
+    if rank.raised and not rank.raised.code:
         raised = rank.raised
         return replace(
             end,

@@ -291,7 +291,8 @@ class Supervisor:
             self._advance(phases.Quiesced())
         if isinstance(event, kinds.Raised):
             self._raised[rank] = event
-            self._advance(phases.RankRaised())
+            if not event.code:  # after sys.exit a program may have much to do, such as an upload
+                self._advance(phases.RankRaised())
         for milestone in self._meeting.add(rank, event):
             self._events.add(milestone)
 

@@ -294,6 +294,8 @@ class Raised(OfRank):
     traceback: str = ""
     step: int = 0
     """The last step that the rank reported."""
+    code: int = 0
+    """The exit code, if the job called `sys.exit` with one."""
 
 
 class Done(OfRank):

@@ -193,10 +193,18 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
             write_pickle(spec.value, call_job(spec, job))
         return 0
     except SystemExit as exit_:
-        if exit_.code is None or isinstance(exit_.code, int):
-            return exit_.code or 0
-        print(exit_.code, file=sys.stderr)
-        context.emit_event(kinds.Raised(rank=context.rank().rank, **context.exception_facts(exit_)))
+        code = exit_.code or 0
+        if code == 0:
+            return 0
+        facts = context.exception_facts(exit_)
+        me = context.rank().rank
+        if isinstance(code, int):
+            # Now: what runs while the interpreter exits closes connections, and the errors of the
+            # other ranks may arrive before the end of this process.
+            context.emit_event(kinds.Raised(rank=me, code=code & 0xFF, **facts))
+            return code
+        print(code, file=sys.stderr)
+        context.emit_event(kinds.Raised(rank=me, **facts))
         return 1
     except BaseException as error:
         error.__traceback__ = frames_of_job(error.__traceback__)

@@ -30,6 +30,7 @@ CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [1
 LOST_PEER = kinds.Raised(t=90.0, rank=1, type="RuntimeError", message=CLOSED, step=7)
 EARLIER = kinds.Raised(t=70.0, rank=1, type="RuntimeError", message=CLOSED, step=7)
 RANK = RankRecord(1, "node-1", "/logs/rank-1.log")
+EXITS = kinds.Raised(t=90.0, rank=1, type="SystemExit", message="4", step=7, code=4)
 STATES = (
     RankState(
         1, "node-1", stack='Current thread 0x1:\n  File "/home/me/train.py", line 31 in job\n'
@@ -111,6 +112,20 @@ def test_each_way_to_end(
     assert (end.rank, end.host, end.log, end.code, end.signal) == (
         1, "node-1", "/logs/rank-1.log", given.code, given.signal
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("ended", [report(4), report(signum=9), report(4, lost="flushed")])
+def test_a_rank_that_was_exiting_exited_whatever_ended_it(ended: RankEnd) -> None:
+    """What runs while it exits closes connections: the errors of others may be known first."""
+    end = classify_end(ended, replace(RANK, raised=EXITS), AttemptRecord())
+    assert (end.how, end.code, end.signal, end.at, end.step) == ("exited", 4, 0, 90.0, 7)
+
+
+def test_an_exit_that_follows_from_a_stop_is_the_stop() -> None:
+    exits = replace(RANK, raised=EXITS)
+    assert classify_end(stopped(4), exits, AttemptRecord()).how == "stopped"
+    at_85 = AttemptRecord(stopped=stop_at(85))
+    assert classify_end(stopped(4), exits, at_85).how == "stopped"
 
 
 def test_an_exception_keeps_its_own_words_and_step() -> None:

@@ -21,6 +21,21 @@ from raydist.shared.errors import RunFailed
 from raydist.worker import program
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+SLOW_EXIT = """
+import atexit, sys, time
+import torch, torch.distributed as dist
+
+def leave():
+    dist.destroy_process_group()
+    time.sleep(20)
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    atexit.register(leave)
+    sys.exit(4)
+dist.all_reduce(torch.ones(1))
+"""
 INLINE = ("group=inline", "watch.progress=none", "watch.output=none")
 
 
@@ -68,6 +83,13 @@ def test_the_rank_of_a_program_that_fails_is_named(how: str, says: str) -> None:
     assert failed.result.cause.rank == 1
     assert says in str(failed)
     assert str(Path(raydist.__file__).parent) not in failed.result.cause.traceback
+
+
+def test_a_rank_that_is_slow_to_exit_is_named_before_those_that_lose_it(tmp_path: Path) -> None:
+    (tmp_path / "slow_exit.py").write_text(SLOW_EXIT)
+    failed = failure(str(tmp_path / "slow_exit.py"), scale="1x3")
+    cause = failed.result.cause
+    assert (cause.rank, cause.how, cause.code) == (1, "exited", 4)
 
 
 def under_python(words: list[str], folder: Path, **env: str) -> dict[str, Any]:

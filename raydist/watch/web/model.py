@@ -194,7 +194,8 @@ class Model:
                 self._mark("save", event.step, event.t, text)
                 self._on_saved(event)
             case kinds.Raised():
-                self._note(rank, state=f"raised {event.type}")
+                exits = f"exits with {event.code}" if event.code else ""
+                self._note(rank, state=exits or f"raised {event.type}")
             case kinds.Ended() if not self._row(rank).state.startswith("raised"):
                 self._note(rank, state=event.how or "ended")
 
