@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import raydist
 from raydist.worker import checkpoint, context
+from tests.waiting import wait_until
 
 SAMPLES = 256
 """Samples of the training."""
@@ -30,7 +31,7 @@ class Fault:
     """One thing that goes wrong after `step` steps."""
 
     act: str
-    """kill, stop (SIGSTOP), raise, exit, abort, skip (the next step's collectives), fill (the disk
+    """kill, stop (SIGSTOP), wait (for a file `go` in the working directory), raise, exit, abort, skip (the next step's collectives), fill (the disk
     of the run folder), damage (the newest checkpoint, and kill)."""
     rank: int
     step: int
@@ -53,6 +54,8 @@ class Fault:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "wait":
+                wait_until(Path("go").exists, timeout=120)
             case "raise":
                 raise ValueError(f"struck at step {self.step}")
             case "exit":

@@ -197,14 +197,14 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
         if code == 0:
             return 0
         facts = context.exception_facts(exit_)
-        me = context.rank().rank
+        rank = context.rank().rank
         if isinstance(code, int):
             # Now: what runs while the interpreter exits closes connections, and the errors of the
             # other ranks may arrive before the end of this process.
-            context.emit_event(kinds.Raised(rank=me, code=code & 0xFF, **facts))
+            context.emit_event(kinds.Raised(rank=rank, code=code & 0xFF, **facts))
             return code
         print(code, file=sys.stderr)
-        context.emit_event(kinds.Raised(rank=me, **facts))
+        context.emit_event(kinds.Raised(rank=rank, **facts))
         return 1
     except BaseException as error:
         error.__traceback__ = frames_of_job(error.__traceback__)

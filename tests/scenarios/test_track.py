@@ -36,12 +36,13 @@ from tests.programs import Program
 from tests.records import read_events
 from tests.waiting import wait_until
 
-ALL = "track=[tensorboard,mlflow,wandb,trackio]"
+TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
+ALL = f"track=[{','.join(TRACKERS)}]"
 JOB = """
-from tests.faults import kill, training
+from tests.faults import Fault, kill, training
 
 def job(config):
-    return training(config, 0.2, (kill(0, 6), kill(0, 12, 1)))["figures"]
+    return training(config, 0.2, (kill(0, 6), kill(0, 12, 1), Fault("wait", 0, 24, ())))["figures"]
 """
 SCRIPT = """
 import json, os, sys
@@ -75,6 +76,11 @@ def ledger(folder: Path, name: str) -> Any:
     return json.loads((folder / "track" / f"{name}.json").read_text())
 
 
+def has_begun(folder: Path, name: str) -> bool:
+    """Return whether a tracker has a run for this one."""
+    return (folder / "track" / f"{name}.json").exists() and bool(ledger(folder, name).get("id"))
+
+
 @trackers.requires_trackers
 def test_each_step_once_whoever_is_killed(
     tmp_path: Path, stores: dict[str, str], monkeypatch: Any
@@ -85,9 +91,13 @@ def test_each_step_once_whoever_is_killed(
              "env.API_KEY=hidden", "watch.progress=none", ALL)  # fmt: skip
     first = Program(tmp_path, *words)
     first.wait_for_step(20)
+    # a tracker takes seconds to begin, or many where the machine is busy
+    before = first.run_dir
+    begun = "the trackers have begun"
+    wait_until(lambda: all(has_begun(before, name) for name in TRACKERS), begun, 120)
     first.signal(signal.SIGKILL)
     first.wait()
-    before = first.run_dir
+    (tmp_path / "go").touch()  # the job waits for it, so that the run does not end before
     # the trackers say what has become of it, and are gone
     assert first.leftovers() == []
     assert trackers.read("mlflow", ledger(before, "mlflow")["id"], env=stores)["status"] == "KILLED"
@@ -96,9 +106,7 @@ def test_each_step_once_whoever_is_killed(
     assert again.wait() == 0, again.screen
     after = again.run_dir
     assert after != before
-    ids = {
-        name: ledger(after, name)["id"] for name in ("tensorboard", "mlflow", "wandb", "trackio")
-    }
+    ids = {name: ledger(after, name)["id"] for name in TRACKERS}
     assert ids == {name: ledger(before, name)["id"] for name in ids}
     wanted = {
         "tensorboard": ["tensorboard", ids["tensorboard"]], "mlflow": ["mlflow", ids["mlflow"]],
