@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from raydist.state import object_store
 from raydist.tools import command_line, submit
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.tools.running import add_job_flags
-from raydist.watch.web.export import export, export_sweep
+from raydist.watch.web.export import export, export_folder, export_list, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored
 from raydist.watch.web.runs import find_place, no_run, runs_below
@@ -58,7 +58,9 @@ def watch_parser() -> ToolParser:
     )
     parser.add_argument("--port", default="0", help="the port on 127.0.0.1 (default: a free one)")
     parser.add_argument(
-        "--export", metavar="FILE.html", help="write the page into one file, and serve nothing"
+        "--export",
+        metavar="FILE.html",
+        help="write the page into one file; into FOLDER/: a list or sweep, with a page of each run",
     )
     parser.add_argument(
         "--trace", metavar="FILE.json", help="write a trace for https://ui.perfetto.dev instead"
@@ -84,11 +86,10 @@ def watch(arguments: argparse.Namespace) -> int:
     with stoppable(), tempfile.TemporaryDirectory(prefix="raydist-watch-") as folder:
         root, first, fetch = find_run(arguments, places[0], Path(folder))
         others = find_others(arguments.others, root, first)
-        if arguments.export and first:
-            run = FollowedRun(root / first, fetch)
-            return write_file("--export", arguments.export, lambda to: export(run, to, others))
-        if arguments.export or arguments.trace:
-            return write_run(arguments, root, first)
+        if arguments.export:
+            return write_export(arguments.export, root, first, fetch, others)
+        if arguments.trace:
+            return write_trace(arguments.trace, root, first)
         beside = [name for name, path in others.items() if path == root / name]
         if len(beside) < len(others):
             raise no_run(
@@ -189,32 +190,54 @@ def files_of_job(job: str, address: str) -> Read:
     return lambda name, follow: ray_private.read_log(client, node, f"raydist/{job}/{name}", follow)
 
 
-def write_run(arguments: argparse.Namespace, root: Path, first: str) -> int:
-    """Write the page (--export) of a sweep, or the trace (--trace) of a run to a file."""
-    if not first and not (arguments.export and is_sweep(root)):
-        raise no_run(str(root), "a file holds one run", "the folder of one")
+def write_export(to: str, root: Path, first: str, fetch: Fetch, others: Mapping[str, Path]) -> int:
+    """Write the page of a run, a sweep or a list, or a folder of pages (--export)."""
+    whole = to.endswith("/") or Path(to).is_dir()
+    if first:
+        if whole:
+            file = f"--export {Path(to, 'run.html')}"
+            raise ConfigError.of("--export", to, "the page of a run is one file", file)
+        run = FollowedRun(root / first, fetch)
+        return write_files("--export", to, lambda path: export(run, path, others))
+    if whole:
+        return write_files("--export", to, partial(export_folder, root))
+    if is_sweep(root):
+        return write_files("--export", to, partial(export_sweep, FollowedSweep(root)))
+    return write_files("--export", to, partial(export_list, root))
 
-    async def write_trace(to: Path) -> None:
+
+def write_trace(file: str, root: Path, first: str) -> int:
+    """Write the trace of a run (--trace)."""
+    if not first:
+        raise no_run(str(root), "a trace is that of one run", "the folder of one")
+
+    async def write(to: Path) -> Path:
         to.write_text(json.dumps(trace_of(read_events(root / first / EVENTS))), encoding="utf-8")
+        return to
 
-    if arguments.trace:
-        return write_file("--trace", arguments.trace, write_trace)
-    return write_file("--export", arguments.export, partial(export_sweep, FollowedSweep(root)))
+    return write_files("--trace", file, write)
 
 
-def write_file(flag: str, file: str, write: Callable[[Path], Coroutine[Any, Any, None]]) -> int:
-    """Write a file, and print its size. ConfigError: it can't be written."""
-    to = Path(file)
+def write_files(
+    flag: str, to: str, write: Callable[[Path], Coroutine[Any, Any, Path | Sequence[Path]]]
+) -> int:
+    """Write a file or several, and print their size. ConfigError: one can't be written.
+
+    `write`: writes them, and returns the file; or all of them, the first one first.
+    """
     try:
-        asyncio.run(write(to))
+        written = asyncio.run(write(Path(to)))
     except OSError as error:
         if isinstance(error, ConnectionError):
-            raise no_run(f"{flag} {file}", f"the connection broke ({error})", "it again") from error
+            raise no_run(f"{flag} {to}", f"the connection broke ({error})", "it again") from error
         raise ConfigError.of(
-            flag, file, f"it cannot be written ({error.strerror})", f"{flag} report"
+            flag, to, f"it cannot be written ({error.strerror})", f"{flag} report"
         ) from error
+    first, *more = [written] if isinstance(written, Path) else written
+    size = sum(file.stat().st_size for file in (first, *more))
+    pages = f"{1 + len(more)} pages, " if more else ""
     where = "; open it at https://ui.perfetto.dev" if flag == "--trace" else ""
-    print(f"{flag.strip('-')}  {to} ({to.stat().st_size / 1e6:.1f} MB){where}")
+    print(f"{flag.strip('-')}  {first} ({pages}{size / 1e6:.1f} MB){where}")
     return 0
 
 

@@ -58,7 +58,7 @@ def exported(path: Path) -> dict[str, Any]:
     return dict(json.loads(data))
 
 
-def in_time(work: Awaitable[None]) -> None:
+def in_time(work: Awaitable[object]) -> None:
     asyncio.run(asyncio.wait_for(work, LIMIT_S))
 
 

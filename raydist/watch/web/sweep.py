@@ -13,6 +13,7 @@ from typing import Any, Literal
 from raydist.reporting.curves import Curve
 from raydist.watch.web.follow import FollowedRun, file_size
 from raydist.watch.web.model import Section
+from raydist.watch.web.run_note import read_note
 
 SUMMARY, RECORD = "sweep.json", "trial.json"
 """The file that identifies the folder of a sweep, and the one that identifies a trial's."""
@@ -83,6 +84,7 @@ class FollowedSweep:
         return {
             "name": self.folder.parent.name,
             "dir": self.folder.name,
+            "note": read_note(self.folder)._asdict(),
             "state": summary["state"],
             "objectives": objectives,
             "sampler": summary["sampler"],

@@ -157,7 +157,7 @@ function showOperated() {
   if (operated === JSON.stringify(found)) return;
   operated = JSON.stringify(found);
   fill($("#operated"), found.map(({ t, text, file }) =>
-    h("li", {}, `${new Date(t * 1000).toLocaleTimeString()} ${text} `, file && !data ? operatedFile(file) : file)));
+    h("li", {}, `${new Date(t * 1000).toLocaleTimeString()} ${text} `, file && (!data || data.pages[file]) ? operatedFile(file) : file)));
 }
 
 // --- curves
@@ -445,10 +445,7 @@ async function listRuns() {
   offer(runs.filter((row) => row.run !== here && !row.sweep).map(({ run }) => run));
   $("#beside").hidden = runs.length < 2;
   $("#runs").hidden = Boolean(here) && runs.length < 2;
-  if (!here) {
-    document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; });
-    $("#link").textContent = folder;
-  }
+  if (!here) showOnlyRuns(folder);
   const link = ({ run, sweep: many }) => many ? sweepPage(run) : runPage(run);
   list = runsList(here
     ? { here, link, isPicked: (run) => others.has(run), isFull, pick: (run, yes) => yes ? addOther(run) : dropOther(run) }
@@ -459,6 +456,11 @@ async function listRuns() {
   setInterval(refresh, 10000);
   document.addEventListener("visibilitychange", refresh);
   return here;
+}
+function showOnlyRuns(folder) {
+  document.querySelectorAll("main > section:not(#runs), nav, footer").forEach((one) => { one.hidden = true; });
+  $("#runs").hidden = false;
+  $("#link").textContent = folder;
 }
 function pickRun(run, yes) {
   if (yes) picks.add(run); else picks.delete(run);
@@ -488,9 +490,22 @@ document.addEventListener("keydown", (event) => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLanes(); nodeFigures.redraw(); Object.values(charts).forEach(({ plot }) => plot.redraw()); });
 
-$("#trace").href = url("trace"); $("#trace").parentElement.hidden = Boolean(data);
-if (data) {
+// A copy has the trace packed, and unpacks it at the first click.
+$("#trace").addEventListener("click", async (event) => {
+  if (!data || $("#trace").href.startsWith("blob:")) return;
+  event.preventDefault();
+  const packed = new Blob([Uint8Array.from(atob(data.trace), (letter) => letter.charCodeAt(0))]);
+  const trace = await new Response(packed.stream().pipeThrough(new DecompressionStream("gzip"))).blob();
+  $("#trace").href = URL.createObjectURL(trace);
+  $("#trace").click();
+});
+$("#trace").href = data ? "#trace" : url("trace"); $("#trace").parentElement.hidden = Boolean(data) && !data.trace;
+if (data?.list) {
+  showOnlyRuns(`a copy of ${data.list.folder}`);
+  runsList({ here: "", link: ({ page }) => page, isPicked: () => false, isFull: () => false }).show(data.list.runs);
+} else if (data) {
   const runs = Object.keys(data.others);
+  if (data.home) $("nav").append(h("a", { href: data.home[0] }, data.home[1]));
   $("#beside").hidden = !runs.length;
   offer(runs);
   for (const [name, section] of Object.entries(data.sections)) sections[name](section);

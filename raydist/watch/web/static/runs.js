@@ -45,6 +45,7 @@ function sorted(rows, value, descending) {
 const SETTINGS_SHOWN = 6, VALUES_SHOWN = 5, RUNS_SHOWN = 12;
 // Shows rows in the section #runs. `here`: the run of this page, "" in a list; `link(row)`: the address of a row's page;
 // `isPicked(run)`, `pick(run, yes)`: whether a run is chosen to be drawn, and what chooses it; `isFull()`: no further run can be chosen.
+// In a copy no run can be chosen (no `pick`), and only runs with a page have a link.
 function runsList({ here, link, isPicked, pick, isFull }) {
   const box = $("#runs"), select = $("#status-wanted");
   const chosen = new Map();  // by the name of a column: whether it is shown, if somebody said so
@@ -54,8 +55,10 @@ function runsList({ here, link, isPicked, pick, isFull }) {
   function nameCell(row) {
     const space = h("span", { className: "space" });  // in place of the box
     if (row.run === here) return [space, h("strong", {}, row.run)];
+    const name = link(row) ? h("a", { href: link(row) }, row.run) : row.run;
+    if (!pick) return name;
     const tick = { type: "checkbox", ariaLabel: `draw ${row.run}`, value: row.run, disabled: isFull() && !isPicked(row.run) };
-    return [row.sweep ? space : h("input", tick), h("a", { href: link(row) }, row.run)];
+    return [row.sweep ? space : h("input", tick), name];
   }
   // All columns: those of every list, the last values of the runs, the settings that differ between them.
   function columns() {

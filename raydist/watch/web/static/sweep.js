@@ -118,9 +118,10 @@ new ResizeObserver(() => sweep && drawParallel()).observe(within);
 function drawTable() {
   const focused = document.activeElement.closest?.("#trials tr")?.dataset.trial;
   const names = sweep.objectives.map((one) => one.name), prefix = query.get("sweep") ? `${query.get("sweep")}/` : "";
+  const page = ({ trial, run }) => data ? data.links[trial] : `./?run=${encodeURIComponent(prefix + run)}`;
   table($("#trials table"), [["trial"], ...sweep.keys.map((key) => [key]), ["state"], ["step", "n"], ...names.map((name) => [name, "n"]), ["time", "n"]],
     sweep.trials.map((trial) => [
-      [data ? String(trial.trial) : h("a", { href: `./?run=${encodeURIComponent(prefix + trial.run)}`, tabIndex: -1 }, trial.trial), trial.best ? h("strong", { className: "best", title: "best" }, " ★") : ""],
+      [page(trial) ? h("a", { href: page(trial), tabIndex: -1 }, trial.trial) : String(trial.trial), trial.best ? h("strong", { className: "best", title: "best" }, " ★") : ""],
       ...sweep.keys.map((key) => brief(trial.settings[key] ?? "")),
       [h("span", { className: { finished: "good", failed: "bad", running: "busy" }[trial.state] || "" }, trial.state), trial.why ? h("div", { className: "faint why" }, trial.why.split("\n")[0]) : ""],
       trial.step || "", ...names.map((name) => four(trial.values[name])), trial.wall_s ? clock(trial.wall_s) : ""]));
@@ -203,6 +204,7 @@ function news(section) {
   const states = {};
   for (const { state } of sweep.trials) states[state] = (states[state] || 0) + 1;
   const best = sweep.trials.filter((trial) => trial.best).slice(0, 1).flatMap((trial) => [["best", `trial ${trial.trial}`], ...Object.entries(trial.values).map(([name, v]) => [name, four(v)])]);
+  fill($("#note"), tagsOf(sweep.note.tags), sweep.note.text);
   fill($("#state dl"), [["trials", sweep.trials.length], ...Object.entries(states), ...best, ["sampler", sweep.sampler], ["ends early", sweep.prune]]
     .map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
   const parts = Object.entries(sweep.importance);
@@ -213,8 +215,8 @@ function news(section) {
   $("#link").textContent = sweep.state === "running" ? "live" : "";
 }
 
-const parts = [...document.querySelectorAll("main > section")];
-fill($("nav"), parts.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)), data || !query.get("sweep") ? [] : h("a", { href: "./" }, "all runs"));
+const parts = [...document.querySelectorAll("main > section")], home = data ? data.home : query.get("sweep") && ["./", "all runs"];
+fill($("nav"), parts.map((one) => h("a", { href: `#${one.id}` }, one.querySelector("h2").textContent)), home ? h("a", { href: home[0] }, home[1]) : []);
 document.addEventListener("keydown", (event) => {
   if (!isShortcut(event)) return;
   if (event.key >= "1" && event.key <= "4") parts[event.key - 1].scrollIntoView();
