@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
 from raydist.messages.request import Reply, Request
+from raydist.shared.stack_ways import Tracing
 
 
 class LibraryTrial(TypedDict, total=False):
@@ -100,6 +101,7 @@ class HostCheck:
     lookup_s: float = 0.0
     """Seconds that the look-up of the name of `CheckHost.address` took; at most
     checkup.LOOKUP_LIMIT_S."""
+    tracing: Tracing | None = None
 
 
 @dataclass(frozen=True)

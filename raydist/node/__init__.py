@@ -78,6 +78,8 @@ and ends, and keeps their snapshots when a rank dies.
                           save
     spawn.py              Children of the fork server: forks, or a rank in a new interpreter if that
                           is unsafe
+    tracing.py            What this node lets a child of the agent trace: Yama, seccomp,
+                          capabilities, users
     warm_imports.py       What a fork server imports before it forks, and whether its children can
                           use that
     writer.py             Has writer processes write checkpoints alongside the ranks, and reads

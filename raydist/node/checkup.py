@@ -27,6 +27,7 @@ from raydist.messages.checkup import (
 )
 from raydist.node import cache_folder, peers
 from raydist.node.peers import Listener
+from raydist.node.tracing import read_tracing
 
 SHM_BYTES = 1 << 20
 """Bytes to write to /dev/shm: a batch of a DataLoader."""
@@ -73,7 +74,8 @@ class Checkup:
                 lookup_s = 0.0
                 if request.address:
                     lookup_s = await asyncio.to_thread(lookup_time, request.address, request.env)
-                return HostCheck(shm_error(), os.path.isdir(request.folder), addresses, lookup_s)
+                sees, may = os.path.isdir(request.folder), await asyncio.to_thread(read_tracing)
+                return HostCheck(shm_error(), sees, addresses, lookup_s, may)
         raise TypeError(f"a check-up can't answer {request}")
 
     async def listen(self, request: ListenForPeers) -> Peer:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import socket
-import sys
 
 from raydist.messages.agent import NativeStack
+from raydist.node import tracing
+from raydist.shared.stack_ways import native_obstacle
 
 LIMIT_S = 20.0
 """Limit on the wait for py-spy: it reads the symbols of every library that the rank has loaded."""
@@ -16,10 +14,9 @@ LIMIT_S = 20.0
 
 async def read(pid: int) -> NativeStack:
     """Return what py-spy says about a process."""
-    program = shutil.which("py-spy", path=f"{os.path.dirname(sys.executable)}:{os.defpath}")
-    program = program or shutil.which("py-spy")
+    program = tracing.find_py_spy()
     if program is None:
-        return NativeStack("", f"pip install py-spy on {socket.gethostname()}: it is not there")
+        return await _failed(pid, "")
     words = ("dump", "--native", "--pid", str(pid))  # it holds the rank meanwhile
     started = await asyncio.create_subprocess_exec(
         program, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -29,9 +26,15 @@ async def read(pid: int) -> NativeStack:
     except asyncio.TimeoutError:
         started.kill()
         await started.wait()
-        return NativeStack("", f"py-spy has not answered within {LIMIT_S:g} s")
+        return await _failed(pid, f"py-spy has not answered within {LIMIT_S:g} s")
     text = out.decode(errors="replace")
     if started.returncode == 0:
         return NativeStack(text)
     first = (err.decode(errors="replace").strip() or text.strip() or "no message").splitlines()[0]
-    return NativeStack("", f"py-spy failed ({first.strip()})")
+    return await _failed(pid, f"py-spy failed ({first.strip()})")
+
+
+async def _failed(pid: int, words: str) -> NativeStack:
+    """Return the reason that the node has, rather than what py-spy says."""
+    obstacle = native_obstacle(await asyncio.to_thread(tracing.read_tracing, pid))
+    return NativeStack("", obstacle.line() if obstacle else words)

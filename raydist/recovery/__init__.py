@@ -19,6 +19,8 @@ attempt or the reason why there is none.
                           answer
     hang.py               Examines all ranks when one is silent too long; ends the run for a certain
                           hang
+    hang_evidence.py      The files about a hang in the folder of the logs, and what further
+                          witnesses say
     hang_verdict.py       What silent ranks are doing -> which of them block the others, and how
                           certain that is
     in_place.py           Which ranks keep their processes when another was killed, and how all of

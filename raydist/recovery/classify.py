@@ -158,7 +158,12 @@ def _drained(end: End, drain: DrainNotice) -> End:
 def _hung(end: End, hang: ConfirmedHang) -> End:
     found = hang.diagnosis
     return replace(
-        end, how="hung", at=hang.since, message=found.text, traceback=found.stack_of(end.rank)
+        end,
+        how="hung",
+        at=hang.since,
+        message=found.text,
+        traceback=found.stack_of(end.rank),
+        notes=found.notes,
     )
 
 

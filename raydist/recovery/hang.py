@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from raydist.launch.limits import EXAMINE_S, longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Examine, RankActivity
 from raydist.recovery import deadlines, hang_verdict, pace
+from raydist.recovery.hang_evidence import HangEvidence
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.recovery.pace import Beat, StallCheck
 from raydist.settings.config import Hang
@@ -45,7 +46,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         self._group = group
         self._settings = settings
         self._events = events
-        self._logs = logs
+        self._evidence = HangEvidence(group, logs)
         self._post = post
         self._lock = threading.Lock()
         """Guards everything below. Events has its own lock, which is taken inside this one, never
@@ -127,7 +128,10 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items())]
         went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items())
         found = hang_verdict.diagnose(states)
-        hang = self._weigh(found, went_on, self._at_work(answers, found.certain))
+        at_work = self._at_work(answers, found.certain)
+        if not at_work and (found.certain or not went_on):
+            found = self._evidence.complete(found, answers)
+        hang = self._weigh(found, went_on, at_work)
         if hang is not None:
             self._post(hang)
 
@@ -191,15 +195,14 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
 
     def _report(self, diagnosis: Diagnosis, silence: float) -> None:
         self._reported = diagnosis.text, diagnosis.certain
-        with suppress(OSError):  # a full disk, which the events report
-            for state in diagnosis.states:
-                (self._logs / f"rank-{state.rank}.stacks").write_text(state.stack, encoding="utf-8")
+        self._evidence.write(diagnosis.states)
         self._events.add(
             kinds.Hang(
                 text=diagnosis.text,
                 ranks=diagnosis.culprits,
                 certain=diagnosis.certain,
                 s=silence,
+                notes=diagnosis.notes,
             )
         )
 

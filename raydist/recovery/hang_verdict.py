@@ -137,6 +137,8 @@ class Diagnosis:
     """Whether waiting longer cannot help."""
     states: Sequence[RankState] = field(default=(), repr=False)
     """All ranks that were examined."""
+    notes: tuple[str, ...] = ()
+    """What further witnesses say, a line each."""
     if_it_lasts: bool = False
     """Whether it is certain once the ranks have waited like this for minutes."""
 

@@ -84,6 +84,8 @@ class Console(AbstractContextManager["Console"]):
                 self._screen.saved(self._progress, event.t)
             case kinds.Hang():
                 self._screen.say(f"hang  silent for {event.s:.0f} s: {event.text}", "yellow")
+                for note in event.notes:
+                    self._screen.say(f"hang  {note}", "yellow")
             case kinds.Held():
                 self._screen.say(wording.held_line(event), "yellow")
             case kinds.Notice():

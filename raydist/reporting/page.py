@@ -52,11 +52,9 @@ def where_lines(failure: Failure) -> list[str]:
         if failure.cause["how"] == "hung"
         else ""
     )
-    return [
-        f"  {name}: {value}"
-        for name, value in (("node", node), ("stacks of all ranks", stacks))
-        if value
-    ]
+    rows = [("node", node), ("stacks of all ranks", stacks)]
+    rows += [("also", note) for note in failure.cause.get("notes", ())]
+    return [f"  {name}: {value}" for name, value in rows if value]
 
 
 def describe_gpus(gpus: Any) -> str:

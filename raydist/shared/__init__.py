@@ -19,6 +19,8 @@ Imports nothing else from raydist. Defines the data types that driver, nodes and
     rank_names.py         Ranks, hosts and counts as text
     signals.py            Stop a run in order on the first Ctrl-C or SIGTERM, end at once on the
                           second
+    stack_ways.py         What a node lets one process see of another -> which ways of `raydist
+                          stacks` work
     sysfs.py              Read small files of /sys and /proc; a missing file reads as empty
     version.py            The version of this package
 """

@@ -406,6 +406,8 @@ class Hang(Event):
     """Whether these are the cause."""
     s: float
     """Seconds without a sign of the ranks."""
+    notes: Sequence[str] = ()
+    """What further witnesses say, a line each."""
 
 
 class SlowRank(TypedDict, total=False):

@@ -82,6 +82,8 @@ class End:
     """The rank's process still runs, and waits for the next attempt."""
     why_not_kept: str = ""
     """Why the process was not kept, if it was to be."""
+    notes: tuple[str, ...] = ()
+    """What further witnesses say of a hang, a line each."""
 
     @property
     def gone(self) -> bool:

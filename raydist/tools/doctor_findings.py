@@ -12,6 +12,7 @@ from typing import Any
 from raydist.messages.checkup import Trip
 from raydist.network.finding import Finding, clock_finding, peer_fix
 from raydist.shared.rank_names import HOSTS_NAMED, joined_names
+from raydist.shared.stack_ways import Tracing, native_obstacle, ways_line
 
 FAR_S = 0.01
 """A longer round trip than that of any network of a single site."""
@@ -44,6 +45,7 @@ CHECKS = {
     "gloo": "gloo's own device listens on the planned address",
     "nccl": "NCCL's own choice (ncclGetUniqueId) is the planned interface",
     "shm": "/dev/shm can be written",
+    "stacks": "raydist stacks can show the frames of C code: py-spy is installed, and may trace",
 }
 """The doctor's checks. Causes come before their effects."""
 
@@ -302,6 +304,17 @@ def check_shm(hosts: Sequence[Host], errors: Sequence[str | None]) -> Iterator[F
     for host, why in zip(hosts, errors, strict=True):
         if why:
             yield Finding("shm", "fail", (host.name,), f"/dev/shm can't be written: {why}", fix)
+
+
+def check_stacks(hosts: Sequence[Host], nodes: Sequence[Tracing | None]) -> Iterator[Finding]:
+    """Find nodes where `raydist stacks --native` can't work. `nodes`: None if it gave no answer.
+
+    It is a warning where py-spy is installed, so that somebody expects it to work.
+    """
+    for host, node in zip(hosts, nodes, strict=True):
+        if node is not None and (obstacle := native_obstacle(node)) is not None:
+            level = "warn" if node.py_spy else "note"
+            yield Finding("stacks", level, (host.name,), ways_line(obstacle), obstacle.fix)
 
 
 def check_hostnames(

@@ -147,7 +147,9 @@ class Rounds:
         sees = [None if check is None else check.sees_folder for check in checks]
         names = [None if check is None else check.addresses for check in checks]
         lookups = [None if check is None else check.lookup_s for check in checks]
+        tracing = [None if check is None else check.tracing for check in checks]
         self._report.add("shm", *doctor_findings.check_shm(self._hosts, shm))
+        self._report.add("stacks", *doctor_findings.check_stacks(self._hosts, tracing))
         if self._probe:
             self._check_storage()
         else:

@@ -23,6 +23,7 @@ from raydist.messages.checkup import (
 from raydist.node import checkup
 from raydist.node.agent import RankAgent
 from raydist.node.checkup import Checkup
+from raydist.node.tracing import read_tracing
 from tests.conftest import ROOT
 
 SECRET = b"only this check-up knows"
@@ -85,7 +86,12 @@ def test_a_failed_trial_is_an_error_of_each_library() -> None:
 
 def test_a_host_check(tmp_path: Path) -> None:
     here = asyncio.run(Checkup().handle(CheckHost(str(tmp_path))))
-    assert here == HostCheck(shm_error="", sees_folder=True, addresses=checkup.host_addresses())
+    assert here == HostCheck(
+        shm_error="",
+        sees_folder=True,
+        addresses=checkup.host_addresses(),
+        tracing=read_tracing(),
+    )
     assert (
         asyncio.run(Checkup().handle(CheckHost(str(tmp_path / "elsewhere")))).sees_folder is False
     )

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
-from raydist.messages.agent import Examine, RankActivity
+from raydist.messages.agent import Examine, GetNativeStack, NativeStack, RankActivity
 from raydist.recovery import hang, hang_verdict
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
@@ -103,6 +103,33 @@ def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: Seen)
     assert event["s"] == pytest.approx(100, abs=2)
     assert (watched.folder / "rank-1.stacks").read_text() == SLEEPS
     assert watched.group.recipients(Examine) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("native", "notes", "more"),
+    [
+        (NativeStack("sleep (libc.so.6)"), [], "\n\nwith C code:\nsleep (libc.so.6)"),
+        (
+            NativeStack("", "py-spy is not installed: pip install py-spy"),
+            [
+                "no frames of C code of rank 1 on node-2: py-spy is not installed: pip install "
+                "py-spy"
+            ],
+            "",
+        ),
+    ],
+)
+def test_where_c_code_holds_the_gil_its_frames_are_read_once_or_the_reason_is_noted(
+    watched: Watched, reported: Seen, native: NativeStack, notes: list[str], more: str
+) -> None:
+    watched.found[0] = RankActivity(41, "S", 0.0, stack(*WAITS, *JOB), (cast("Any", entry(10)),))
+    watched.found[1] = replace(state("S"), way="signal")
+    watched.group.replies[GetNativeStack] = lambda rank: native
+    watched.silent()
+    watched.silent(1000)
+    assert watched.group.recipients(GetNativeStack) == [1]
+    assert list(reported[0]["notes"]) == notes
+    assert (watched.folder / "rank-1.stacks").read_text().rstrip() == SLEEPS.rstrip() + more
 
 
 def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(

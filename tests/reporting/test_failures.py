@@ -215,6 +215,14 @@ RAISED = replace(KILLED, how="raised", signal=0, type="ValueError")
 HUNG = replace(
     KILLED, how="hung", signal=9, message="rank 1 on node-7 is stopped by a signal (SIGSTOP)"
 )
+
+
+def test_what_further_witnesses_say_of_a_hang_is_on_the_page() -> None:
+    note = "no frames of C code of rank 1 on node-7: py-spy is not installed: pip install py-spy"
+    assert f"also: {note}\n" in page_of(*LAUNCH, failure(replace(HUNG, notes=(note,))))
+    assert "also:" not in page_of(*LAUNCH, failure(HUNG))
+
+
 OOM = replace(KILLED, oom="kernel", why="out of memory: the kernel's out-of-memory killer chose it")
 
 

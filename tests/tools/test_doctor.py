@@ -143,9 +143,16 @@ def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> 
     report = json.loads(done.stdout)
     assert report["ok"]
     assert report["job"].startswith("2 ranks on 1 node, backend gloo")
-    assert {"launch", "run folder", "versions", "imports", "rendezvous", "gloo", "shm"} == set(
-        report["checks"]
-    ) - {"limits"}
+    assert set(report["checks"]) - {"limits"} == {
+        "launch",
+        "run folder",
+        "versions",
+        "imports",
+        "rendezvous",
+        "gloo",
+        "shm",
+        "stacks",
+    }
     assert report["network"] is None
     assert list(tmp_path.iterdir()) == []
 

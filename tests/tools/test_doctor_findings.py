@@ -11,6 +11,7 @@ import pytest
 
 from raydist.messages.checkup import Trip
 from raydist.network.finding import Finding
+from raydist.shared.stack_ways import Tracing
 from raydist.tools import doctor_findings
 from raydist.tools.doctor_findings import Host
 
@@ -256,6 +257,19 @@ def test_what_to_install_is_a_package_not_a_module_of_that_name() -> None:
         errors = [{}, {module: f"ModuleNotFoundError: No module named '{module}'"}]
         (finding,) = doctor_findings.check_imports(nodes(2), errors, {"cv2": ["opencv-python"]})
         assert finding.fix.endswith(fix)
+
+
+def test_what_keeps_py_spy_from_a_rank_is_a_warning_only_where_it_is_installed() -> None:
+    fine, missing = Tracing(py_spy=True), Tracing(py_spy=False)
+    refused = Tracing(py_spy=True, filtered=True)
+    found = list(doctor_findings.check_stacks(nodes(4), [fine, missing, refused, None]))
+    assert [(each.check, each.level, each.nodes) for each in found] == [
+        ("stacks", "note", ("host1",)),
+        ("stacks", "warn", ("host2",)),
+    ]
+    assert found[0].text.endswith("py-spy is not installed")
+    assert found[0].fix == "pip install py-spy"
+    assert "seccomp" in found[1].text
 
 
 def test_shared_memory_and_the_run_folder() -> None:

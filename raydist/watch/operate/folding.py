@@ -131,7 +131,7 @@ def _last_collective(state: RankState) -> str | None:
 def _stack(seen: Seen) -> Iterator[str]:
     """Yield the main thread's stack, innermost line last, from the program's first frame on."""
     if seen.native is not None:
-        yield from seen.native.text.splitlines() or [seen.native.error]
+        yield from seen.native.text.splitlines() or [f"no frames of C code: {seen.native.error}"]
         if seen.native.text:
             return
     frames = list(reversed(seen.state.frames))
