@@ -28,6 +28,8 @@ class Dashboard:
 
     folder: Path
     job: str = "watched"
+    sweep: bool = False
+    """Whether the folder is that of a sweep."""
     pause_s: float = 0.0
     """Pause between two blocks, as on a slow connection."""
     cuts: dict[str, int] = field(default_factory=dict)
@@ -76,7 +78,8 @@ class Dashboard:
                  "driver_node_id": "a" * 56},
             )  # fmt: skip
         elif url.path.startswith("/api/v0/logs/"):
-            name = parse_qs(url.query)["filename"][0].removeprefix(f"raydist/{self.job}/")
+            link = f"raydist/{self.job}{'.sweep' if self.sweep else ''}/"
+            name = parse_qs(url.query)["filename"][0].removeprefix(link)
             self._log(request, url.path.rpartition("/")[2], name)
         else:
             request.send_error(404)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from raydist.launch.changes import Changes
@@ -200,9 +200,7 @@ def upload_records(job: Job, events: Events) -> None:
     if not job.storage or storage == local:
         return
     try:
-        with environment(job.env):
-            for file in (file for pattern in RECORDS for file in sorted(local.glob(pattern))):
-                _copy(file, storage / str(file.relative_to(local)))
+        copy_files(local, storage, RECORDS, job.env)
     except Exception as error:
         text = (
             f"the records of the run could not be copied to {storage} "
@@ -211,9 +209,24 @@ def upload_records(job: Job, events: Events) -> None:
         events.warn(f"{text}; they are in {local}")
 
 
+def copy_files(
+    local: Path, storage: StoragePath, patterns: Sequence[str], env: Mapping[str, str]
+) -> None:
+    """Copy the files of a folder whose names match. Each store has its own exceptions.
+
+    `env`: variables with the credentials of the store.
+    """
+    with environment(env):
+        for file in (file for pattern in patterns for file in sorted(local.glob(pattern))):
+            _copy(file, storage / str(file.relative_to(local)))
+
+
 def _copy(file: Path, to: StoragePath) -> None:
+    """Copy a file; at any time a reader finds the whole file or the one before."""
     if isinstance(to, Remote):
         to.put(file)
         return
     to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(file, to)
+    part = to.with_name(f".{to.name}.part")
+    shutil.copyfile(file, part)
+    part.replace(to)

@@ -14,5 +14,15 @@ def run_folder(job: Job) -> StoragePath:
     It is the run folder, or NAME/RUN in `storage=`; for a trial SWEEP/RUN.
     """
     here = Path(job.dir)
-    name = Path(job.sweep.dir).name if job.sweep.dir else job.name or here.parent.name
+    if job.sweep.dir:
+        return sweep_folder(job, Path(job.sweep.dir)) / here.name if job.storage else here
+    name = job.name or here.parent.name
     return parse_path(job.storage) / name / here.name if job.storage else here
+
+
+def sweep_folder(job: Job, sweep: Path) -> StoragePath:
+    """Return the location of a sweep's records, below which those of its trials are.
+
+    `sweep`: its folder on the driver's machine; `job`: that of any trial.
+    """
+    return parse_path(job.storage) / sweep.name if job.storage else sweep

@@ -22,4 +22,6 @@ way has its own thread in the driver; the main thread decides which trials run.
     table.py              The screen of a sweep: a live table in a terminal, else a line per change;
                           a summary
     trial.py              A trial of a sweep: its settings, progress, end, and its record as JSON
+    upload.py             Copy the records of a sweep to `storage=`, next to its trials, while it
+                          runs
 """

@@ -28,6 +28,7 @@ from raydist.sweeps.importance import RunningImportance
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
+from raydist.sweeps.upload import SweepUpload
 from raydist.watch.web.live_page import LivePage
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
@@ -126,7 +127,7 @@ def run_sweep(
     setup = Setup(space, sampler, settings, most, wanted, folder, screen, summarize, call, until)
     conductor = Conductor(setup, trials)
     how = "failed"
-    with LivePage(path, jobs[0].watch.page) as page:
+    with LivePage(path, jobs[0].watch.page) as page, SweepUpload(path, jobs[0], folder.warn):
         screen.link(page.link)
         try:
             with signals.stoppable(), Events(path / "sweep.jsonl", (screen.event,)) as events:

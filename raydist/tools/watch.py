@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from raydist.cluster import ray_private
+from raydist.reporting.log_link import FOLDER, SWEEP
 from raydist.reporting.trace import trace_of
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, nearest
@@ -34,7 +35,7 @@ from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored
 from raydist.watch.web.runs import find_place, no_run, runs_below
 from raydist.watch.web.server import PageServer, link, open_port, serve_page
-from raydist.watch.web.sweep import FollowedSweep, is_sweep
+from raydist.watch.web.sweep import SUMMARY, FollowedSweep, is_sweep
 
 OTHERS = 6
 """Maximum number of other runs in the charts of a run: each has a colour of its own."""
@@ -45,7 +46,8 @@ def watch_parser() -> ToolParser:
     parser = ToolParser("watch", "Shows a run in a browser, while it runs or afterwards.")
     parser.positional(
         "RUN",
-        "folder of a run, of a sweep or of many; URL of a run in its storage; or newest (default)",
+        "folder of a run, of a sweep or of many; URL of a run or sweep in its storage; or newest "
+        "(default)",
     )
     add_job_flags(parser)
     parser.add_argument(
@@ -139,24 +141,29 @@ def find_run(arguments: argparse.Namespace, place: str, copies: Path) -> tuple[P
         return *find_place(place, runs), is_here
     if arguments.job:
         name = arguments.job
-        mirror = Mirror(copies / name, files_of_job(arguments.job, arguments.address), grows=True)
+        files = files_of_job(name, arguments.address)
+        sweep_files = files_of_job(name, arguments.address, SWEEP)
     else:
         object_store.check_url("watch", place)
         name = place.rstrip("/").rpartition("/")[2]
-        mirror = Mirror(copies / name, stored(object_store.parse_path(place)), grows=False)
+        files = sweep_files = stored(object_store.parse_path(place))
+    folder = copies / name
+    sweep = Mirror(folder, sweep_files, grows=True)  # trials go on to end
+    run = Mirror(folder, files, grows=bool(arguments.job))
     try:
-        asyncio.run(mirror.fetch(EVENTS, whole=True))
+        asyncio.run(sweep.fetch(SUMMARY, whole=True))
+        if file_size(folder / SUMMARY):
+            return folder, "", sweep.fetch
+        asyncio.run(run.fetch(EVENTS, whole=True))
     except OSError as error:
         raise no_run(
             f"--job {arguments.job}", f"it cannot be read ({error})", "it again"
         ) from error
-    if not file_size(copies / name / EVENTS):
-        if arguments.job:
-            raise no_run(
-                f"--job {arguments.job}", "the job has no run folder (yet)", "it again later"
-            )
-        raise nothing_stored(place)
-    return copies, name, mirror.fetch
+    if file_size(folder / EVENTS):
+        return copies, name, run.fetch
+    if arguments.job:
+        raise no_run(f"--job {arguments.job}", "the job has no run folder (yet)", "it again later")
+    raise nothing_stored(place)
 
 
 def nothing_stored(place: str) -> ConfigError:
@@ -180,14 +187,14 @@ def nothing_stored(place: str) -> ConfigError:
     )
 
 
-def files_of_job(job: str, address: str) -> Read:
+def files_of_job(job: str, address: str, kind: str = "") -> Read:
     """Return a reader of a job's run folder, through its cluster's dashboard (watch.log_link).
 
-    ConfigError: there is no such job.
+    `kind`: SWEEP for the folder of its sweep. ConfigError: there is no such job.
     """
     client = submit.job_client(address)
-    node = submit.find_job(client, job).driver_node_id
-    return lambda name, follow: ray_private.read_log(client, node, f"raydist/{job}/{name}", follow)
+    node, folder = submit.find_job(client, job).driver_node_id, f"{FOLDER}/{job}{kind}"
+    return lambda name, follow: ray_private.read_log(client, node, f"{folder}/{name}", follow)
 
 
 def write_export(to: str, root: Path, first: str, fetch: Fetch, others: Mapping[str, Path]) -> int:
@@ -200,9 +207,9 @@ def write_export(to: str, root: Path, first: str, fetch: Fetch, others: Mapping[
         run = FollowedRun(root / first, fetch)
         return write_files("--export", to, lambda path: export(run, path, others))
     if whole:
-        return write_files("--export", to, partial(export_folder, root))
+        return write_files("--export", to, lambda path: export_folder(root, path, fetch))
     if is_sweep(root):
-        return write_files("--export", to, partial(export_sweep, FollowedSweep(root)))
+        return write_files("--export", to, partial(export_sweep, FollowedSweep(root, fetch)))
     return write_files("--export", to, partial(export_list, root))
 
 

@@ -55,7 +55,7 @@ def watching(
         Pages(folder, figures.failures),
         *screen,
         JobMetadata(job.watch),
-        LogLink(folder),
+        LogLink(folder, job.sweep.dir),
         metrics,
         *((compare,) if job.train.check_resume else ()),  # all others have read the event
     )

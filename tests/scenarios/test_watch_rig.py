@@ -149,6 +149,60 @@ def test_the_log_of_a_rank_on_another_node_by_the_dashboards_port(tmp_path: Path
                 assert "is not this cluster's" in output
 
 
+def test_a_sweep_and_its_trials_by_the_dashboards_port(tmp_path: Path) -> None:
+    with hosts(1, nics=("eth0",)) as rig:
+        rig.ray_up(cpus=2, dashboard=True, env={"PYTHONPATH": str(ROOT)})
+        (host,) = rig.hosts
+        project = host.folder / "home/project"
+        project.mkdir()
+        (project / "talks.py").write_text(JOB)
+        sweep = "python -m raydist.tools.sweep job=talks.py job.args.steps=3,2000 scale=1x1 sweep.parallel=1"
+        argv = [
+            "python",
+            "-m",
+            "ray.scripts.scripts",
+            "job",
+            "submit",
+            "--no-wait",
+            "--submission-id",
+            "watched",
+        ]
+        host.run(
+            [*argv, "--working-dir", ".", "--", *sweep.split()],
+            env={"PYTHONPATH": str(ROOT), "RAY_ADDRESS": f"http://{host.address()}:8265"},
+            cwd=project,
+        )
+        token = (host.folder / "home/.ray/auth_token").read_text().strip()
+        wait_until(
+            lambda: list(host.folder.glob("tmp/ray/session_*/logs/raydist/watched.swee[p]")),
+            "the folder of the sweep",
+            PATIENCE_S,
+        )
+        with forwarded(host.address(), 8265) as port:
+            words = ("--job", "watched", "--address", f"http://127.0.0.1:{port}")
+            with watching(tmp_path, token, *words) as (_, link):
+                first_event(
+                    f"{link}trials",
+                    lambda name, value: name == "sweep" and under_way(value["trials"]),
+                )
+                _, state = first_event(
+                    f"{link}stream?run=1",
+                    lambda name, value: name == "state" and (value["step"] or 0) >= 5,
+                )
+                assert state["status"] == "running"
+                first_event(
+                    f"{link}log?run=0", lambda name, value: "rank 0 says 3\n" in value["text"]
+                )
+
+
+def under_way(trials: Any) -> bool:
+    """Return whether the first trial has ended, and the second has done some steps."""
+    return [(one["state"], one["step"] >= 3) for one in trials] == [
+        ("finished", True),
+        ("running", True),
+    ]
+
+
 def submitted(rig: Rig) -> str:
     """Submit a job whose second rank is on the second host; the cluster's token."""
     (host, _) = rig.hosts

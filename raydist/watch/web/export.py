@@ -17,7 +17,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from raydist.shared.events import EVENTS
-from raydist.watch.web.follow import FollowedRun, Viewer, log_name, read_from
+from raydist.watch.web.follow import Fetch, FollowedRun, Viewer, is_here, log_name, read_from
 from raydist.watch.web.model import Model
 from raydist.watch.web.node_figures import FiguresShown
 from raydist.watch.web.run_files import checkpoint_sizes, trace_text
@@ -55,13 +55,14 @@ def address(page: Path, other: Path) -> str:
     return quote(Path(os.path.relpath(other, page.parent)).as_posix())
 
 
-async def export_folder(root: Path, to: Path) -> list[Path]:
+async def export_folder(root: Path, to: Path, fetch: Fetch = is_here) -> list[Path]:
     """Write the page of a sweep or of a list of runs, and one for each run; return the files.
 
-    `root`: the folder of the sweep or of the runs. OSError: a file can't be written.
+    `root`: the folder of the sweep or of the runs; `fetch`: fetches files of the sweep into it.
+    OSError: a file can't be written; ConnectionError: the sweep can't be read.
     """
     if is_sweep(root):
-        return await export_trials(FollowedSweep(root), to / INDEX, to / PAGES)
+        return await export_trials(FollowedSweep(root, fetch), to / INDEX, to / PAGES)
     index, files = to / INDEX, list[Path]()
     rows = await asyncio.to_thread(list_rows, root)
     pages = {row["run"]: to / PAGES / f"{row['run']}.html" for row in rows}

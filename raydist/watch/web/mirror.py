@@ -136,6 +136,11 @@ class Mirror:
         """Read a file from its beginning, as Ray's log API does, and add what the copy lacks."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            content = b"".join([block async for block in self.read(name, False)])
+            if not path.exists() or path.read_bytes() != content:
+                begin_anew(path, content)  # nobody may read a part of it
+            return
         before, at = path.stat().st_size if path.exists() else 0, 0
         async for block in self.read(name, follow):
             add(path, at, block)

@@ -68,7 +68,7 @@ class PageServer:
     """
     token: str
     fetch: Fetch = is_here
-    """Fetches files of the first run into its folder."""
+    """Fetches files of the first run, or else of the sweep that `root` is, into its folder."""
     followed: dict[str, FollowedRun] = field(default_factory=dict)
     sweeps: dict[str, FollowedSweep] = field(default_factory=dict)
 
@@ -117,17 +117,29 @@ class PageServer:
         from aiohttp import web
 
         name = request.query.get("run") or self.first
-        if name not in self.followed and name not in runs_below(self.root):
-            raise web.HTTPNotFound(headers=HEADERS)
-        return self.follow(name)
+        if name in self.followed or name in runs_below(self.root) or self._is_trial(name):
+            return self.follow(name)
+        raise web.HTTPNotFound(headers=HEADERS)
 
     def follow(self, name: str) -> FollowedRun:
         """Return a run of the list, with everything that was read of it."""
         if name not in self.followed:
+            if self._is_trial(name):
+                return self._whole_sweep().run(name)
             self.followed[name] = FollowedRun(
                 self.root / name, self.fetch if name == self.first else is_here
             )
         return self.followed[name]
+
+    def _is_trial(self, name: str) -> bool:
+        """Report whether a run is a trial of the sweep that the folder is."""
+        return is_sweep(self.root) and self._whole_sweep().has_trial(name)
+
+    def _whole_sweep(self) -> FollowedSweep:
+        """Return the sweep that the folder is."""
+        if "." not in self.sweeps:
+            self.sweeps["."] = FollowedSweep(self.root, is_here if self.first else self.fetch)
+        return self.sweeps["."]
 
     async def read_first(self) -> None:
         """Read the events of the first run: whoever opens its page later need not wait."""
@@ -150,6 +162,8 @@ class PageServer:
         from aiohttp import web
 
         name = request.query.get("sweep") or "."
+        if name == "." and is_sweep(self.root):
+            return self._whole_sweep()
         if name not in self.sweeps:
             if name not in (below := sweeps_below(self.root)):
                 raise web.HTTPNotFound(headers=HEADERS)

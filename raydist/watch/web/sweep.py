@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from raydist.reporting.curves import Curve
-from raydist.watch.web.follow import FollowedRun, file_size
+from raydist.shared.events import EVENTS
+from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.model import Section
-from raydist.watch.web.run_note import read_note
+from raydist.watch.web.run_note import NOTE, read_note
 
 SUMMARY, RECORD = "sweep.json", "trial.json"
 """The file that identifies the folder of a sweep, and the one that identifies a trial's."""
@@ -23,6 +28,15 @@ POINTS = 240
 """Maximum number of points of one of these curves."""
 CHOICES = 12
 """Lists with at most this many values give each value, numbers too, its own position on an axis."""
+FETCH_S = 2.0
+"""Seconds between two requests for sweep.json if it is elsewhere."""
+FOLLOWED = 32
+"""Maximum number of trials under way whose events are followed if they are elsewhere.
+
+Ray's log API refuses more than 100 requests at a time.
+"""
+NAME = re.compile(r"\w+")
+"""What the run folder of a trial may be named: sweep.json may come from elsewhere."""
 LOG = 30.0
 """A number that differs by more than this factor, without a sign, has a logarithmic axis."""
 
@@ -60,10 +74,23 @@ class FollowedSweep:
     """The folder of a sweep, and the runs of its trials as far as they were read."""
 
     folder: Path
+    fetch: Fetch = is_here
+    """Fetches files of the sweep and of its trials."""
     runs: dict[str, FollowedRun] = field(default_factory=dict)
     """By the trial's folder."""
     _read: tuple[float, int] = (0.0, 0)
     _summary: Mapping[str, Any] = field(default_factory=dict)
+    _fetched: float = -math.inf
+    """When sweep.json was last requested, in the seconds of time.monotonic."""
+    _ended: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """By the trial's folder, what distinguishes its state from the same state later.
+
+    Only of trials that are not under way.
+    """
+    _skipped: set[str] = field(default_factory=set)
+    """The folders of the trials under way whose events are not followed."""
+    _whole: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """By file of a trial that was fetched after the trial's end, the state of the trial then."""
 
     @property
     def summary(self) -> Mapping[str, Any]:
@@ -72,10 +99,22 @@ class FollowedSweep:
         if (now := (path.stat().st_mtime, file_size(path))) != self._read:
             self._summary = json.loads(path.read_text(encoding="utf-8"))
             self._read = now
+            trials = self._summary["trials"]
+            under_way = [each["dir"] for each in trials if each["state"] == "running"]
+            self._skipped = set() if self.fetch is is_here else {*under_way[FOLLOWED:]}
+            self._ended = {
+                each["dir"]: (each["state"], each["step"], each["wall_s"])
+                for each in trials
+                if each["state"] != "running"
+            }
         return self._summary
 
     async def section(self) -> Section:
         """Return everything except the curves, the best trial first."""
+        if time.monotonic() - self._fetched > FETCH_S:
+            self._fetched = time.monotonic()
+            with contextlib.suppress(OSError):
+                await asyncio.gather(*(self.fetch(name, whole=True) for name in (SUMMARY, NOTE)))
         summary = self.summary
         objectives: Sequence[Mapping[str, str]] = summary["objectives"]
         names = [each["name"] for each in objectives]
@@ -98,10 +137,11 @@ class FollowedSweep:
     async def curves(self) -> Section:
         """Return by reported name and trial: [steps, values] of the trials that are shown."""
         section, found = await self.section(), dict[str, dict[int, tuple[object, object]]]()
-        for trial in with_curves(section["trials"]):
-            run = self.run(trial["run"])
-            while await run.catch_up() < 1:
-                pass
+        shown = with_curves(section["trials"])
+        runs = [self.run(trial["run"]) for trial in shown]
+        await asyncio.gather(*(run.fetch(EVENTS, whole=True) for run in runs))
+        for trial, run in zip(shown, runs, strict=True):
+            await run.read_all()
             for name, curve in run.model.curves.items():
                 piece = curve.piece(most=POINTS)
                 found.setdefault(name, {})[trial["trial"]] = (piece.steps, piece.values)
@@ -123,8 +163,34 @@ class FollowedSweep:
     def run(self, name: str) -> FollowedRun:
         """Return the run of a trial, by its folder."""
         if name not in self.runs:
-            self.runs[name] = FollowedRun(self.folder / name)
+            self.runs[name] = FollowedRun(self.folder / name, partial(self._fetch_of_trial, name))
         return self.runs[name]
+
+    def has_trial(self, name: str) -> bool:
+        """Report whether a trial has this folder."""
+        return any(trial.run == name for trial in trials_shown(self.summary))
+
+    async def catch_up(self, trial: str) -> float:
+        """Fold the new events of a trial, by its folder; return the folded share of them."""
+        return 1.0 if trial in self._skipped else await self.run(trial).catch_up()
+
+    async def _fetch_of_trial(self, trial: str, name: str, whole: bool = False) -> None:
+        """Fetch a file of a trial. If the trial is not under way, that is done once.
+
+        OSError: as for Mirror.fetch.
+        """
+        path, ended = f"{trial}/{name}", self._ended.get(trial)
+        if ended is None:
+            await self.fetch(path, whole)
+            return
+        if self._whole.get(path) == ended:
+            return
+        try:
+            await self.fetch(path, whole=True)
+            self._whole[path] = ended
+        except OSError:
+            if whole:
+                raise
 
     async def _with_news(self, trial: TrialShown, names: Sequence[str]) -> TrialShown:
         """Return a trial under way with the state of its own events.
@@ -133,8 +199,8 @@ class FollowedSweep:
         """
         if trial.state != "running":
             return trial
+        await self.catch_up(trial.run)
         run = self.run(trial.run)
-        await run.catch_up()
         metrics = run.model.figures.metrics
         values = {
             **trial.values,
@@ -165,7 +231,7 @@ class SweepViewer:
         until = time.monotonic() + turn_s
         read = 0
         for trial in shown:
-            if time.monotonic() > until or await self.sweep.run(trial["run"]).catch_up() < 1:
+            if time.monotonic() > until or await self.sweep.catch_up(trial["run"]) < 1:
                 break
             read += 1
         runs = {trial["trial"]: self.sweep.run(trial["run"]) for trial in shown}
@@ -220,6 +286,7 @@ def trials_shown(summary: Mapping[str, Any]) -> list[TrialShown]:
             each["number"] in best,
         )
         for each in summary["trials"]
+        if NAME.fullmatch(each["dir"])
     ]
 
 
