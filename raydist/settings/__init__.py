@@ -10,6 +10,7 @@ or raises a ConfigError that names the value and what to type instead. Starts no
                           any start
     config.py             The settings of a run: frozen dataclasses; a field's docstring is its
                           --help text
+    duration.py           A duration as people type it, such as 4h or 1h30m, in seconds
     env_file.py           `env_file=`: environment variables from a file in the format of docker's
                           --env-file
     fused.py              `optim.fused`, `train.fast` -> whether torch's fused optimizer is used,

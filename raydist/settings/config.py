@@ -396,6 +396,13 @@ class Queue:
     exempt_s: float = at_least(0, 600.0)
     """Seconds that a run has to itself once it is placed; after that, runs of higher priority may
     take its room."""
+    limit: str = ""
+    """Time after which the run makes way for a run of equal priority, too, and waits at the end of
+    the line: 4h, 1h30m, 90 (seconds); empty: none. A run with a limit may be placed before a larger
+    one that waits, if the limit ends before that one can have room."""
+    requeue: bool = True
+    """Whether the run waits again once it has made way. If not, it ends as stopped, and resume=
+    continues it."""
     killable: bool = False
     """Whether a program (script=) makes way, too. raydist cannot stop it after a step: it gets
     SIGTERM, and is started anew later."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from raydist.settings import in_place, notices, profiled
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
+from raydist.settings.duration import seconds_of
 from raydist.settings.fused import fused_choice
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
 from raydist.settings.priority import priority_of
@@ -87,7 +88,7 @@ def validate(job: Job) -> Job:
         _check_horovod(job.backend, job.init_method)
     in_place.check(job)
     notices.check_notify(job.notify)
-    priority_of(job.queue.priority)
+    _check_queue(job)
     _check_size(job)
     _check_sweep(job.sweep)
     _check_repeatable(job)
@@ -146,6 +147,16 @@ def check_fields(node: Any, prefix: str) -> None:
 def example_number(field: dataclasses.Field[Any]) -> Any:
     """Return a value that a field with a number accepts."""
     return 1 if field.default is None else field.default
+
+
+def _check_queue(job: Job) -> None:
+    priority_of(job.queue.priority)
+    if job.queue.limit and not seconds_of("queue.limit", job.queue.limit):
+        cause = "must be longer than nothing"
+        raise ConfigError.of("queue.limit", job.queue.limit, cause, "queue.limit=4h")
+    if job.queue.limit and job.backend.name == "mpi":
+        cause = "a run of mpirun does not make way, and would not end then"
+        raise ConfigError.of("queue.limit", job.queue.limit, cause, "queue.limit=''")
 
 
 def _check_horovod(backend: Backend, init_method: str) -> None:

@@ -29,8 +29,8 @@ Each takes the same overrides as `python -m raydist.train`.
                           variables
     profile.py            The command `raydist profile`: the same steps of all ranks, in one file
                           for Perfetto
-    queue.py              The command `raydist queue`: the runs of a cluster that have room, and
-                          that wait
+    queue.py              The command `raydist queue`: the runs of a cluster in the queue, and what
+                          a person wants of them
     ranks.py              The command `raydist ranks`: where each rank of a run is, and what it is
                           doing
     running.py            Find the run that a person means, connect to its driver, and ask it

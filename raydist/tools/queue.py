@@ -1,4 +1,5 @@
-"""The command `raydist queue`: the runs of a cluster that have room, and that wait. (driver)
+"""The command `raydist queue`: the runs of a cluster in the queue, and what a person wants of them.
+(driver)
 
 `python -m raydist.tools.queue` is the same.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,15 +15,36 @@ from dataclasses import asdict, dataclass
 
 from raydist.cluster import connect
 from raydist.cluster.queue import order, store
-from raydist.cluster.queue.entry import Entry
-from raydist.cluster.queue.turn import seen_cluster
+from raydist.cluster.queue.entry import CANCEL, MOVE, PAUSE, RESUME, Entry, Instruction
+from raydist.cluster.queue.turn import owner, seen_cluster, time_of_day, why_waiting
 from raydist.cluster.shortage import describe_request
 from raydist.reporting.progress import duration
 from raydist.reporting.wording import table
 from raydist.settings.config import Job
-from raydist.shared.errors import ConfigError
+from raydist.settings.priority import priority_of
+from raydist.shared.errors import ConfigError, LaunchError, nearest
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.tools.plan import connected
+
+USAGE = """Lists the runs that obey the queue of a Ray cluster, or changes what becomes of one:
+
+  raydist queue pause RUN      give its room back after a step, and wait until it is resumed
+  raydist queue resume RUN     wait in the queue again, with the time of its first entry
+  raydist queue cancel RUN     leave the queue; its last state is on the disk if it has run
+  raydist queue move RUN high  give it another priority: high, normal, low, or a whole number"""
+TAKEN_S = 15.0
+"""Seconds within which a driver takes an instruction; it looks every second."""
+ACTIONS = (PAUSE, RESUME, CANCEL, MOVE)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person wants of a run, as typed."""
+
+    act: str
+    run: str
+    """Its name or folder."""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,32 +59,91 @@ class QueueRow:
     s: float
     """Seconds since it was placed, or since it entered the queue."""
     reason: str
-    """Why it waits, or for whom it makes way."""
+    """Why it waits, for whom it makes way, or until when it has its room."""
     folder: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. The exit code: 0; 2 for a wrong flag, or if no Ray runs here."""
+    """Run the command. The exit code: 0; 2 for a wrong word or run, or if no Ray runs here."""
 
-    def show() -> int:
-        parser = ToolParser("queue", "Lists the runs that obey the queue of a Ray cluster.")
+    def act() -> int:
+        parser = ToolParser("queue", USAGE)
+        parser.positional("ACTION RUN", "pause, resume, cancel or move; the run's name or folder")
         parser.add_argument("--json", action="store_true", help="print it as JSON, one line a run")
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
-        if arguments.overrides:
-            cause = "it takes no settings: it lists all runs with queue=on"
-            raise ConfigError.of("raydist queue", arguments.overrides[0], cause, "raydist queue")
+        wish = read_wish(arguments.overrides) if arguments.overrides else None
         if connect.running_address() is None:
             raise ConfigError("raydist queue: no Ray runs on this machine; set RAY_ADDRESS")
         with connected(Job()):
-            rows = read_rows()
-        if arguments.json:
-            lines = [json.dumps(asdict(row)) for row in rows]
-        else:
-            lines = queue_table(rows) if rows else ["no run obeys the queue (queue=on)"]
+            if wish is not None:
+                lines = [follow_wish(wish)]
+            elif arguments.json:
+                lines = [json.dumps(asdict(row)) for row in read_rows()]
+            else:
+                rows = read_rows()
+                lines = queue_table(rows) if rows else ["no run obeys the queue (queue=on)"]
         print("\n".join(lines), flush=True)
         return 0
 
-    return run_tool(show)
+    return run_tool(act)
+
+
+def read_wish(words: Sequence[str]) -> Wish:
+    """Return what a person wants. ConfigError: the words are not one action and what it needs."""
+    act, *rest = words
+    if act not in ACTIONS:
+        guess = nearest(act, ACTIONS)
+        cause = "there is no such action"
+        raise ConfigError.of("raydist queue", act, cause, guess=guess, known=ACTIONS)
+    wanted = ("RUN", "PRIORITY") if act == MOVE else ("RUN",)
+    if len(rest) != len(wanted):
+        cause = f"it takes {' and '.join(wanted)}"
+        example = f"raydist queue {act} gpt" + (" high" if act == MOVE else "")
+        raise ConfigError.of(f"raydist queue {act}", " ".join(rest), cause, example)
+    return Wish(act, rest[0], priority_of(rest[1], "PRIORITY", "high") if act == MOVE else 0)
+
+
+def follow_wish(wish: Wish) -> str:
+    """Have the run that is meant do it; return what happens, for a person.
+
+    ConfigError: no run or several are meant, or that one can't do it. LaunchError: its driver does
+    not answer.
+    """
+    entry = find_entry(store.read_all().entries, wish.run)
+    name = f"raydist queue {wish.act}"
+    if wish.act == RESUME and not entry.paused_by:
+        raise ConfigError.of(name, wish.run, "it is not paused", "raydist queue")
+    if wish.act in (PAUSE, CANCEL) and entry.has_room and not entry.yields:
+        cause = "raydist can't stop it after a step (queue.killable)"
+        raise ConfigError.of(name, wish.run, cause, f"raydist stop {entry.folder}")
+    store.instruct(entry.id, Instruction(wish.act, owner(), wish.priority))
+    until = time.monotonic() + TAKEN_S
+    while store.instruction_for(entry.id) is not None:
+        if time.monotonic() > until:
+            store.forget_instruction(entry.id)
+            raise LaunchError(f"{name}: the driver of {entry.name} ({entry.owner}) does not answer")
+        time.sleep(0.1)
+    if wish.act == MOVE:
+        return f"{entry.name} has the priority {wish.priority} now"
+    if wish.act == RESUME:
+        return f"{entry.name} waits in the queue again"
+    if entry.has_room:
+        return f"{entry.name} stops after a step, and keeps its state"
+    return f"{entry.name} is {'paused' if wish.act == PAUSE else 'cancelled'}"
+
+
+def find_entry(entries: Sequence[Entry], run: str) -> Entry:
+    """Return the entry of the run with this name or folder. ConfigError: not exactly one has it."""
+    folder = os.path.abspath(run)
+    meant = [each for each in entries if run == each.name or folder == each.folder]
+    if len(meant) == 1:
+        return meant[0]
+    if not meant:
+        names = sorted({each.name for each in entries})
+        guess = nearest(run, names)
+        raise ConfigError.of("RUN", run, "it is not in the queue", guess=guess, known=names)
+    cause = f"{len(meant)} runs have this name"
+    raise ConfigError.of("RUN", run, cause, known=[each.folder for each in meant])
 
 
 def read_rows() -> list[QueueRow]:
@@ -70,16 +152,20 @@ def read_rows() -> list[QueueRow]:
     verdicts = order.order_runs(found.entries, seen_cluster(Job()), found.asked.keys(), now)
 
     def row(entry: Entry) -> QueueRow:
-        reason = verdicts[entry.id].reason if entry.in_line else ""
+        reason = why_waiting(verdicts[entry.id]) if entry.in_line else ""
         if entry.id in found.asked:
             reason = f"for {found.asked[entry.id]}"
+        elif entry.has_room and entry.limit_s:
+            reason = f"its limit ends at {time_of_day(entry.ends)}"
+        elif entry.paused_by:
+            reason = f"by {entry.paused_by}"
         return QueueRow(
             run=entry.name,
             owner=entry.owner,
             priority=entry.priority,
             size=describe_request(entry.demand.as_request()),
-            state=entry.state,
-            s=max(0.0, now - (entry.since if entry.in_line else entry.placed)),
+            state="paused" if entry.paused_by and not entry.has_room else entry.state,
+            s=max(0.0, now - (entry.placed if entry.has_room else entry.since)),
             reason=reason,
             folder=entry.folder,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raydist.tools.queue import main as queue_command
 from tests.programs import HEAD, Program
 from tests.waiting import wait_until
 
@@ -76,12 +77,17 @@ class Person:
 
     def queue(self) -> dict[str, dict[str, Any]]:
         """Type `raydist queue --json`, and return its rows by run."""
+        listed = self.type_queue("--json")
+        rows = [json.loads(line) for line in listed.splitlines() if line.startswith("{")]
+        return {row["run"]: row for row in rows}
+
+    def type_queue(self, *words: str, code: int = 0) -> str:
+        """Type `raydist queue …`, and return what it printed."""
         folder = self.folder / "queue"
         folder.mkdir(exist_ok=True)
-        listed = Program(folder, "--json", address=self._address, module="raydist.tools.queue")
-        assert listed.wait() == 0, listed.screen
-        rows = [json.loads(line) for line in listed.screen.splitlines() if line.startswith("{")]
-        return {row["run"]: row for row in rows}
+        typed = Program(folder, *words, address=self._address, module="raydist.tools.queue")
+        assert typed.wait() == code, typed.screen
+        return typed.screen
 
 
 @pytest.fixture
@@ -182,3 +188,95 @@ def test_a_program_makes_way_only_if_it_may(person: Person) -> None:
     leaves.signal(signal.SIGTERM)
     assert leaves.wait() == 143
     assert len(leaves.events("pause")) == 1
+
+
+def test_a_person_pauses_moves_resumes_and_cancels_runs(person: Person) -> None:
+    first = person.train("first", "queue.priority=high")
+    first.wait_for_step(2)
+    second = person.train("second")
+    waits(second, "held by first of")
+    assert "stops after a step" in person.type_queue("pause", "first")
+    second.wait_for_step(1)
+    waits(first, "type: raydist queue resume first")
+    rows = person.queue()
+    assert (rows["first"]["state"], rows["second"]["state"]) == ("paused", "running")
+    assert rows["first"]["reason"].startswith("by ")
+    assert "it is not paused" in person.type_queue("resume", "second", code=2)
+    assert "did you mean first" in person.type_queue("resume", "firts", code=2)
+
+    # Equal to the second now, it does not take its room, for which it would have come first.
+    person.type_queue("move", "first", "normal")
+    assert person.queue()["first"]["priority"] == 0
+    assert "waits in the queue again" in person.type_queue("resume", "first")
+    waits(first, "held by second of")
+    assert not second.events("pause")
+    assert "stops after a step" in person.type_queue("cancel", "second")
+    assert second.wait() == 143, second.screen
+    assert "`raydist queue cancel` of" in second.screen
+    assert Path(json.loads((second.run_dir / "result.json").read_text())["checkpoint"]).is_dir()
+    third = person.train("third", "queue.priority=low")
+    waits(third, "held by first of")
+    assert "third is cancelled" in person.type_queue("cancel", "third")
+    assert third.wait() == 143, third.screen
+    person.hurry("first")
+    assert first.wait() == 0, first.screen
+    (back,) = first.events("restarted")
+    assert (back["paused"], back["repeated"]) == (True, 0)
+    wait_until(lambda: not person.queue(), "an empty queue")
+
+
+def test_a_short_run_passes_a_large_one_that_has_room_only_later(person: Person) -> None:
+    holder = person.train("holder", "queue.limit=2h", size="1x1")
+    holder.wait_for_step(1)
+    large = person.train("large", "queue.requeue=false", "queue.exempt_s=0")
+    waits(large, "(queue.limit)")
+    assert person.queue()["holder"]["reason"].startswith("its limit ends at ")
+    long = person.train("long", "queue.limit=3h", size="1x1")
+    waits(long, "waiting behind large of")
+    short = person.train("short", "queue.limit=1h", size="1x1")
+    person.hurry("short")
+    assert short.wait() == 0, short.screen
+    assert not large.events("report")
+    person.hurry("holder")
+    assert holder.wait() == 0, holder.screen
+    large.wait_for_step(1)
+    assert not long.events("report")
+    person.hurry("long")
+    urgent = person.train("urgent", "queue.priority=high")
+    person.hurry("urgent")
+    assert large.wait() == 143, large.screen
+    assert "queue.requeue=false" in large.screen
+    assert urgent.wait() == 0, urgent.screen
+    assert long.wait() == 0, long.screen
+
+
+def test_a_run_past_its_limit_makes_way_for_its_equals(person: Person) -> None:
+    long = person.train("long", "queue.limit=1")
+    long.wait_for_step(2)
+    equal = person.train("equal")
+    equal.wait_for_step(1)
+    assert len(long.events("pause")) == 1
+    # It came first, and yet is behind those that have waited since.
+    waits(long, "held by equal of")
+    person.hurry("equal")
+    person.hurry("long")
+    assert equal.wait() == 0, equal.screen
+    assert long.wait() == 0, long.screen
+    assert losses(long) == losses(equal)
+    wait_until(lambda: not person.queue(), "an empty queue")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("stop", "gpt"), "there is no such action"),
+        (("pause",), "it takes RUN"),
+        (("move", "gpt"), "it takes RUN and PRIORITY"),
+        (("move", "gpt", "urgent"), "must be high, normal, low, or a whole number"),
+    ],
+)
+def test_wrong_words_of_the_queue(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert queue_command(words) == 2
+    assert says in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 from raydist.cluster.nodes import ResourceRequest
@@ -12,6 +13,7 @@ from raydist.cluster.nodes import ResourceRequest
 VERSION = 1
 """Version of the JSON. An entry of another version is not read: its run is as one without queue."""
 WAITING, PLACING, RUNNING, LEAVING = "waiting", "placing", "running", "leaving"
+PAUSE, RESUME, CANCEL, MOVE = "pause", "resume", "cancel", "move"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Entry:
     yields: bool
     """Whether it makes way for runs of higher priority."""
     demand: Demand
+    limit_s: float = 0.0
+    """Seconds after `placed` after which it makes way for runs of equal priority, too; 0: none."""
     state: str = WAITING
     """waiting; placing: its placement group exists, maybe without room; running; leaving: it has
     been asked to make way, and is about to wait again."""
@@ -71,13 +75,33 @@ class Entry:
     """When it was placed, in seconds since the epoch, while it is running or leaving."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Node id -> number of its bundles there, while it is running or leaving."""
+    paused_by: str = ""
+    """Who has paused it (user@host): it waits until it is resumed. Empty: nobody."""
     beat: int = 0
     """Grows every second while the driver is alive and not stopped."""
 
     @property
     def in_line(self) -> bool:
-        """Whether it has no room yet."""
-        return self.state in (WAITING, PLACING)
+        """Whether it waits for room."""
+        return self.state in (WAITING, PLACING) and not self.paused_by
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it holds nodes."""
+        return self.state in (RUNNING, LEAVING)
+
+    @property
+    def ends(self) -> float:
+        """When its limit ends, in seconds since the epoch; infinity without a limit."""
+        return self.placed + self.limit_s if self.limit_s else inf
+
+    def makes_way_for(self, other: Entry, now: float) -> bool:
+        """Return whether this run, which has room, leaves it to that one if asked."""
+        if now >= self.ends:
+            return other.priority >= self.priority
+        if not self.yields or now - self.placed < self.exempt_s:
+            return False
+        return other.priority > self.priority
 
     @property
     def order(self) -> tuple[int, float, str]:
@@ -87,6 +111,22 @@ class Entry:
     def to_json(self) -> bytes:
         """Return the entry for the store."""
         return json.dumps({"version": VERSION, **asdict(self)}).encode()
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What a person wants of a run in the queue: `raydist queue pause`. Its driver removes it."""
+
+    act: str
+    """pause, resume, cancel or move."""
+    by: str
+    """user@host of the person."""
+    priority: int = 0
+    """The new priority, for move."""
+
+    def to_json(self) -> bytes:
+        """Return the instruction for the store."""
+        return json.dumps(asdict(self)).encode()
 
 
 def read_entry(value: bytes) -> Entry | None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from raydist.cluster.nodes import Capacity, Node, fit_count, matches, room
 from raydist.cluster.queue.entry import LEAVING, Demand, Entry
 from raydist.cluster.shortage import describe_shortage
 from raydist.shared.rank_names import counted
 
+LEAVE_S = 10.0
+"""Seconds that a run which makes way needs at most: a step, its last state on the disk, and the end
+of its processes."""
 Free = Mapping[str, Mapping[str, float]]
 """Node id -> resources that nobody holds."""
 
@@ -31,6 +35,8 @@ class Verdict:
     """Whether it is the first that waits."""
     asks: tuple[str, ...] = ()
     """The ids of running entries that are to make way for it."""
+    room_at: float | None = None
+    """When it has room at the latest, in seconds since the epoch; None if that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,13 @@ def order_runs(
     """Return what each run in line does, by id.
 
     Runs of higher priority come first, then those that entered first. The first that does not fit
-    keeps all others back: otherwise small runs would pass it for ever. `asked`: ids of entries that
-    have been asked to make way. `now`: seconds since the epoch.
+    keeps all others back: otherwise small runs would pass it for ever. Only those whose own limit
+    ends before that one has room may pass it. `asked`: ids of entries that have been asked to make
+    way. `now`: seconds since the epoch.
     """
     entries = list(entries)
     line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
-    placed = [each for each in entries if not each.in_line]
+    placed = [each for each in entries if each.has_room]
     free = cluster.free
     verdicts: dict[str, Verdict] = {}
     for place, entry in enumerate(line):
@@ -74,10 +81,58 @@ def order_runs(
         else:
             asks = make_way(entry, placed, free, cluster.nodes, asked, now)
             reason = why_it_waits(entry, placed, free, cluster.nodes)
-            verdicts[entry.id] = Verdict(False, reason, first=True, asks=asks)
+            room_at = room_by_limits(entry, placed, free, cluster.nodes, asked, now)
+            verdicts[entry.id] = Verdict(False, reason, first=True, asks=asks, room_at=room_at)
         verdicts |= {each.id: Verdict(False, text) for each, text in behind(line, place)}
+        if (room_at := verdicts[entry.id].room_at) is not None:
+            passing = backfill(line[place + 1 :], free, cluster.nodes, room_at - now)
+            verdicts |= dict.fromkeys(passing, Verdict(True))
         break
     return verdicts
+
+
+def room_by_limits(
+    entry: Entry,
+    placed: Sequence[Entry],
+    free: Free,
+    nodes: Sequence[Node],
+    asked: Collection[str],
+    now: float,
+) -> float | None:
+    """Return when the first run in line has room at the latest, in seconds since the epoch.
+
+    Runs that have been asked give their room back now, and others at the end of their limit. None
+    if that is not enough.
+    """
+    leaving = [each for each in placed if leaves(each, asked)]
+    free = with_back(free, leaving)
+    limited = [each for each in placed if each not in leaving and each.makes_way_for(entry, inf)]
+    if place_bundles(entry.demand, free, nodes) is not None:
+        return now
+    for each in sorted(limited, key=lambda each: each.ends):
+        if each.ends == inf:
+            break
+        free = with_back(free, [each])
+        if place_bundles(entry.demand, free, nodes) is not None:
+            return max(now, each.ends)
+    return None
+
+
+def backfill(
+    behind: Sequence[Entry], free: Free, nodes: Sequence[Node], seconds: float
+) -> Iterator[str]:
+    """Yield the ids of runs that may pass the first in line, which has room after `seconds`.
+
+    They fit now, and their limit ends before (the backfill of Slurm). One without a limit would
+    keep its room for an unknown time, and Ray may place it on the nodes that the first needs.
+    """
+    for entry in behind:
+        if not entry.limit_s or entry.limit_s + LEAVE_S > seconds:
+            continue
+        taken = place_bundles(entry.demand, free, nodes)
+        if taken is not None:
+            yield entry.id
+            free = changed(free, entry.demand.bundle, taken, -1)
 
 
 def place_bundles(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int] | None:
@@ -142,19 +197,12 @@ def make_way(
     """Return the ids of further runs that must make way so that this one fits; () if none need to.
 
     Also () if it would not fit even then. The run that loses least makes way: the lowest priority
-    first, then the one that was placed last. A run in its first exempt_s seconds does not.
+    first, then the one that was placed last.
     """
     free = with_back(free, [each for each in placed if leaves(each, asked)])
     if place_bundles(entry.demand, free, nodes) is not None:
         return ()
-    able = [
-        each
-        for each in placed
-        if each.yields
-        and not leaves(each, asked)
-        and each.priority < entry.priority
-        and now - each.placed >= each.exempt_s
-    ]
+    able = [each for each in placed if not leaves(each, asked) and each.makes_way_for(entry, now)]
     chosen: list[Entry] = []
     for each in sorted(able, key=lambda each: (each.priority, -each.placed)):
         chosen.append(each)

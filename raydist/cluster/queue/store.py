@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raydist.cluster import ray_private
-from raydist.cluster.queue.entry import Entry, read_entry
+from raydist.cluster.queue.entry import Entry, Instruction, read_entry
 
 RUNS = "raydist/queue/run/"
 """Before an entry's id: the key of the entry."""
 ASKED = "raydist/queue/asked/"
 """Before an entry's id: the key of the request that it makes way, with the name of who needs it."""
+INSTRUCTIONS = "raydist/queue/instruction/"
+"""Before an entry's id: the key of what a person wants of the run."""
+PREFIXES = (RUNS, ASKED, INSTRUCTIONS)
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ def put_entry(entry: Entry) -> None:
 
 
 def remove_entry(id: str) -> None:
-    """Remove an entry, and the request to it."""
-    for prefix in (RUNS, ASKED):
+    """Remove an entry, the request to it, and what a person wants of it."""
+    for prefix in PREFIXES:
         ray_private.kv_delete(prefix + id)
 
 
@@ -43,6 +46,22 @@ def request_way(id: str, for_whom: str) -> None:
 def forget_request(id: str) -> None:
     """Remove the request to an entry, which has been met."""
     ray_private.kv_delete(ASKED + id)
+
+
+def instruct(id: str, instruction: Instruction) -> None:
+    """Write what a person wants of the run with this entry, over an earlier instruction."""
+    ray_private.kv_put(INSTRUCTIONS + id, instruction.to_json())
+
+
+def instruction_for(id: str) -> Instruction | None:
+    """Return what a person wants of the run with this entry."""
+    value = ray_private.kv_get(INSTRUCTIONS + id)
+    return Instruction(**json.loads(value)) if value else None
+
+
+def forget_instruction(id: str) -> None:
+    """Remove the instruction for an entry, which has been read."""
+    ray_private.kv_delete(INSTRUCTIONS + id)
 
 
 def asked_by(id: str) -> str:
@@ -58,16 +77,17 @@ def read_all() -> Everything:
     entries: list[Entry] = []
     asked: dict[str, str] = {}
     for key, value in found.items():
-        id = key.removeprefix(RUNS).removeprefix(ASKED)
+        prefix = next((each for each in PREFIXES if key.startswith(each)), "")
+        id = key.removeprefix(prefix)
         if id.partition("/")[0] in dead:
             ray_private.kv_delete(key)
-        elif key.startswith(ASKED):
+        elif prefix == ASKED:
             asked[id] = str(json.loads(value))
-        elif (entry := read_entry(value)) is not None:
+        elif prefix == RUNS and (entry := read_entry(value)) is not None:
             entries.append(entry)
     return Everything(entries, asked)
 
 
 def as_listed(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries as a person reads them: those with room first, then the line."""
-    return sorted(entries, key=lambda each: (each.in_line, each.order))
+    return sorted(entries, key=lambda each: (not each.has_room, not each.in_line, each.order))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import signal
 import socket
 import threading
 import time
@@ -17,11 +18,25 @@ from typing import Any
 from raydist.cluster import connect
 from raydist.cluster.nodes import Node, ResourceRequest, select_nodes, still_to_come
 from raydist.cluster.queue import order, store
-from raydist.cluster.queue.entry import LEAVING, PLACING, RUNNING, WAITING, Demand, Entry
+from raydist.cluster.queue.entry import (
+    CANCEL,
+    LEAVING,
+    MOVE,
+    PAUSE,
+    PLACING,
+    RESUME,
+    RUNNING,
+    WAITING,
+    Demand,
+    Entry,
+    Instruction,
+)
 from raydist.cluster.queue.order import Cluster, Verdict
 from raydist.settings.config import Job
+from raydist.settings.duration import seconds_of
 from raydist.settings.priority import priority_of
 from raydist.shared import kinds, signals
+from raydist.shared.errors import RaydistError, Stopped
 from raydist.shared.events import Events
 
 BEAT_S = 1.0
@@ -33,6 +48,9 @@ ASKED_S = 0.25
 """Seconds between two looks whether a run is to make way. Each costs a millisecond."""
 FIRST_S, LATER_S = 0.25, 1.0
 """Seconds between two looks of the first run in line, and of those behind it."""
+GCS_S = 60.0
+"""Seconds for which the GCS may leave a run in line without an answer. Ray's own processes wait as
+long for it (gcs_rpc_server_reconnect_timeout_s)."""
 TRY_S = 2.0
 """Seconds in which Ray places a group that has room."""
 
@@ -72,38 +90,31 @@ class QueuedTurn(Turn):
     def __init__(self, job: Job, events: Events) -> None:
         self._job = job
         self._events = events
-        self._since = time.time()
-        self._number = uuid.uuid4().hex[:8]
         self._entry: Entry | None = None
+        """Stays while the run is between two placements."""
         self._lock = threading.Lock()
         """Held while the entry changes: the thread that beats does so, too."""
         self._over = threading.Event()
         self._wanted_by = ""
+        self._ends = ""
+        """Why the run ends instead of waiting, for a person; empty: it waits."""
         self._beats: dict[str, tuple[int, float]] = {}
         """Entry id -> its last beat, and when this process first saw it, by the monotonic clock."""
+        self._answered = 0.0
+        """When the GCS has answered last, by the monotonic clock."""
         self._began = 0.0
         """When the placement group was created, by the monotonic clock."""
 
     @contextlib.contextmanager
     def entered(self, request: ResourceRequest) -> Iterator[None]:
-        job = self._job
-        script = bool(job.script)
+        if self._wanted_by and not (self._job.queue.requeue or self._own.paused_by or self._ends):
+            self._ends = "it does not wait again: queue.requeue=false"
         self._wanted_by = ""
         self.waited_s = 0.0
         self._over = threading.Event()
-        self._write(
-            Entry(
-                id=f"{ray_job()}/{self._number}",
-                name=job.name,
-                folder=job.dir,
-                owner=owner(),
-                priority=priority_of(job.queue.priority),
-                since=self._since,
-                exempt_s=job.queue.exempt_s,
-                yields=job.queue.killable if script else job.backend.name != "mpi",
-                demand=Demand.of(request),
-            )
-        )
+        self._answered = time.monotonic()
+        entry = self._entry or first_entry(self._job, request)
+        self._write(replace(entry, demand=Demand.of(request), state=WAITING, placed=0.0, held={}))
         beating = threading.Thread(target=self._beat, name="raydist-queue", daemon=True)
         beating.start()
         try:
@@ -119,10 +130,11 @@ class QueuedTurn(Turn):
         began = time.monotonic()
         while not (verdict := self._look()).start:
             for id in verdict.asks:
-                store.request_way(id, f"{self._job.name} of {self._own.owner}")
-            if verdict.reason != said:
-                self._events.add(kinds.Wait(text=f"in the queue: {verdict.reason}"))
-            said = verdict.reason
+                with contextlib.suppress(Exception):  # the GCS does not answer: the next look asks
+                    store.request_way(id, f"{self._job.name} of {self._own.owner}")
+            if (reason := why_waiting(verdict)) != said:
+                self._events.add(kinds.Wait(text=f"in the queue: {reason}"))
+            said = reason
             until = time.monotonic() + (FIRST_S if verdict.first else LATER_S)
             while time.monotonic() < until:
                 signals.raise_again()
@@ -139,7 +151,8 @@ class QueuedTurn(Turn):
     def placed(self, nodes: Sequence[Node]) -> None:
         held = dict(Counter(node.id for node in nodes))
         # A request that came as the run left another placement.
-        store.forget_request(self._own.id)
+        with contextlib.suppress(Exception):  # the GCS does not answer: it makes way in vain
+            store.forget_request(self._own.id)
         self._change(state=RUNNING, placed=time.time(), held=held)
 
     def wanted_by(self) -> str:
@@ -151,7 +164,27 @@ class QueuedTurn(Turn):
         return self._entry
 
     def _look(self) -> Verdict:
-        """Return what the queue says of this run now."""
+        """Return what the queue says of this run now.
+
+        Stopped: a person has cancelled it, or it is not to wait again.
+        """
+        try:
+            verdict = self._verdict()
+        except RaydistError:
+            raise
+        except Exception:  # whatever Ray raises while the GCS restarts, or its machine is busy
+            if time.monotonic() - self._answered > GCS_S:
+                raise
+            return Verdict(False, "Ray's GCS does not answer")
+        self._answered = time.monotonic()
+        return verdict
+
+    def _verdict(self) -> Verdict:
+        if self._ends:
+            self._events.add(kinds.Wait(text=f"in the queue: {self._ends}"))
+            raise Stopped(signal.SIGTERM)
+        if by := self._own.paused_by:
+            return Verdict(False, f"paused by {by}; type: raydist queue resume {self._own.name}")
         found = store.read_all()
         others = [each for each in found.entries if each.id != self._own.id]
         heard = [each for each in others if self._is_heard(each)]
@@ -171,18 +204,41 @@ class QueuedTurn(Turn):
         return now - since < SILENT_S
 
     def _beat(self) -> None:
-        """Show that this driver is alive, and notice that another run needs its room."""
+        """Show that this driver is alive, and notice what others want of the run."""
         over, beat_at = self._over, 0.0
         while not over.wait(ASKED_S):
-            # Whatever the GCS's client raises while the GCS restarts: the next round writes the
-            # entry again, which a GCS without a store of its own has lost.
+            # The entry is written in each round: a GCS that has restarted without a store of its
+            # own has lost it.
             with contextlib.suppress(Exception):
                 if time.monotonic() - beat_at >= BEAT_S:
                     self._change(beat=self._own.beat + 1)
                     beat_at = time.monotonic()
+                    if (instruction := store.instruction_for(self._own.id)) is not None:
+                        self._follow(instruction)
+                        store.forget_instruction(self._own.id)
                 if self._own.state == RUNNING and (asked := store.asked_by(self._own.id)):
-                    self._wanted_by = asked
-                    self._change(state=LEAVING)
+                    had_its_time = time.time() >= self._own.ends
+                    self._leave(asked, since=time.time() if had_its_time else self._own.since)
+
+    def _follow(self, instruction: Instruction) -> None:
+        """Do what a person wants of this run."""
+        typed = f"`raydist queue {instruction.act}` of {instruction.by}"
+        match instruction.act:
+            case act if act == MOVE:
+                self._change(priority=instruction.priority)
+            case act if act == RESUME:
+                self._change(paused_by="")
+            case act if act in (PAUSE, CANCEL):
+                if act == PAUSE:
+                    self._change(paused_by=instruction.by)
+                else:
+                    self._ends = typed
+                if self._own.state == RUNNING:
+                    self._leave(typed)
+
+    def _leave(self, wanted_by: str, **fields: Any) -> None:
+        self._wanted_by = wanted_by
+        self._change(state=LEAVING, **fields)
 
     def _change(self, **fields: Any) -> None:
         with self._lock:
@@ -190,7 +246,36 @@ class QueuedTurn(Turn):
 
     def _write(self, entry: Entry) -> None:
         self._entry = entry
-        store.put_entry(entry)
+        with contextlib.suppress(Exception):  # the GCS does not answer: the next beat writes it
+            store.put_entry(entry)
+
+
+def first_entry(job: Job, request: ResourceRequest) -> Entry:
+    """Return the entry with which a run enters the queue."""
+    return Entry(
+        id=f"{ray_job()}/{uuid.uuid4().hex[:8]}",
+        name=job.name,
+        folder=job.dir,
+        owner=owner(),
+        priority=priority_of(job.queue.priority),
+        since=time.time(),
+        exempt_s=job.queue.exempt_s,
+        yields=job.queue.killable if job.script else job.backend.name != "mpi",
+        demand=Demand.of(request),
+        limit_s=seconds_of("queue.limit", job.queue.limit) if job.queue.limit else 0.0,
+    )
+
+
+def why_waiting(verdict: Verdict) -> str:
+    """Return why a run waits, for a person, with the time of day at which it has room."""
+    if verdict.room_at is None or verdict.asks:
+        return verdict.reason
+    return f"{verdict.reason}; room by {time_of_day(verdict.room_at)} (queue.limit)"
+
+
+def time_of_day(seconds: float) -> str:
+    """Return hours and minutes of a time in seconds since the epoch, as on this machine's clock."""
+    return time.strftime("%H:%M", time.localtime(seconds))
 
 
 def turn_of(job: Job, events: Events) -> Turn:

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydist.cluster.nodes import Node
-from raydist.cluster.queue.entry import LEAVING, PLACING, RUNNING, Demand, Entry, read_entry
+from raydist.cluster.queue.entry import (
+    LEAVING,
+    PLACING,
+    RUNNING,
+    Demand,
+    Entry,
+    read_entry,
+)
 from raydist.cluster.queue.order import Cluster, order_runs, place_bundles
 
 NOW = 1000.0
@@ -42,11 +49,13 @@ def waits(id: str, bundles: int = 1, priority: int = 0, since: float = 0.0) -> E
     )
 
 
-def runs(id: str, *nodes: int, priority: int = 0, placed: float = 0.0) -> Entry:
+def runs(
+    id: str, *nodes: int, priority: int = 0, placed: float = 0.0, limit_s: float = 0.0
+) -> Entry:
     """Return a run that holds these nodes."""
     held = {f"n{number}": 1 for number in nodes}
     entry = waits(id, len(nodes), priority)
-    return replace(entry, state=RUNNING, placed=placed, held=held)
+    return replace(entry, state=RUNNING, placed=placed, held=held, limit_s=limit_s)
 
 
 def outcome(entries: Sequence[Entry], nodes: Sequence[Node]) -> Mapping[str, bool]:
@@ -167,10 +176,90 @@ FULL = [node(1, 0), node(2, 0), node(3, 0)]
             ["a"],
             id="only for the first in line",
         ),
+        pytest.param(
+            [runs("a", 1, limit_s=NOW - 1), runs("b", 2)], [waits("c")], ["a"], id="past its limit"
+        ),
+        pytest.param(
+            [runs("a", 1, limit_s=NOW + 1)], [waits("c")], [], id="equal priority, before its limit"
+        ),
+        pytest.param(
+            [replace(runs("a", 1, limit_s=NOW - 1), yields=False)],
+            [waits("c")],
+            ["a"],
+            id="a program past its limit",
+        ),
+        pytest.param(
+            [runs("a", 1, placed=NOW - 5, limit_s=5.0)],
+            [waits("c")],
+            ["a"],
+            id="a limit shorter than the exemption",
+        ),
+        pytest.param(
+            [runs("a", 1, priority=1, limit_s=NOW - 1)],
+            [waits("c")],
+            [],
+            id="past its limit, but of higher priority",
+        ),
     ],
 )
 def test_who_makes_way(running: list[Entry], line: list[Entry], expected: list[str]) -> None:
     assert asked([*running, *line], FULL) == expected
+
+
+def limited(id: str, limit_s: float, since: float = 1.0, bundles: int = 1) -> Entry:
+    return replace(waits(id, bundles, since=since), limit_s=limit_s)
+
+
+@pytest.mark.parametrize(
+    ("running", "behind", "expected"),
+    [
+        # n1 is free; the first in line needs two nodes, and has n2 at NOW + 100
+        pytest.param(runs("r", 2, limit_s=NOW + 100), [limited("s", 90)], ["s"], id="in time"),
+        pytest.param(runs("r", 2, limit_s=NOW + 100), [limited("s", 91)], [], id="too late"),
+        pytest.param(runs("r", 2, limit_s=NOW + 100), [waits("s", since=1)], [], id="no limit"),
+        pytest.param(runs("r", 2), [limited("s", 1)], [], id="when it has room is unknown"),
+        pytest.param(
+            runs("r", 2, limit_s=NOW + 100),
+            [limited("s", 95), limited("t", 5, 2), limited("u", 5, 3)],
+            ["t"],
+            id="only those that fit together",
+        ),
+        pytest.param(
+            runs("r", 2, limit_s=NOW + 100), [limited("s", 5, bundles=2)], [], id="no room"
+        ),
+        pytest.param(
+            runs("r", 2, priority=1, limit_s=NOW + 100), [limited("s", 5)], [],
+            id="its room is held by a run that does not make way for it",
+        ),
+        pytest.param(
+            replace(runs("r", 2, limit_s=NOW + 100), state=LEAVING), [limited("s", 5)], [],
+            id="it is about to have room",
+        ),
+    ],
+)  # fmt: skip
+def test_who_passes_the_first_in_line(
+    running: Entry, behind: list[Entry], expected: list[str]
+) -> None:
+    first = waits("first", bundles=2)
+    started = outcome([running, first, *behind], [node(1, 8), node(2, 0)])
+    assert [id for id, start in started.items() if start] == expected
+
+
+def test_when_the_first_in_line_has_room_at_the_latest() -> None:
+    nodes = [node(1, 0), node(2, 0), node(3, 0)]
+    held = [runs("a", 1, limit_s=NOW + 50), runs("b", 2, limit_s=NOW + 70), runs("c", 3)]
+
+    def room_at(bundles: int) -> float | None:
+        first = waits("first", bundles)
+        return order_runs([*held, first], Cluster(nodes), (), NOW)["first/0"].room_at
+
+    assert [room_at(bundles) for bundles in (1, 2, 3)] == [NOW + 50, NOW + 70, None]
+
+
+def test_a_paused_run_is_in_nobodys_way() -> None:
+    paused = replace(waits("paused", bundles=2), paused_by="ana@login")
+    assert outcome([paused, waits("b", since=1)], [node(1, 8), node(2, 0)]) == {"b": True}
+    assert asked([paused, runs("r", 2), waits("c", priority=1)], FULL[1:]) == ["r"]
 
 
 def test_nobody_is_asked_twice_for_the_same_room() -> None:
