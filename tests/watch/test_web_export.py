@@ -69,6 +69,7 @@ def assert_only_pages(browser: Browser, folder: Path) -> None:
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_the_list_as_one_file_has_no_links(
     folder: Path, tmp_path: Path, offline: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_list_as_one_file_has_no_links(
 
 
 @needs_chromium
+@pytest.mark.slow
 def test_a_folder_of_pages_has_all_that_the_server_shows(
     folder: Path, tmp_path: Path, offline: Browser, capsys: pytest.CaptureFixture[str]
 ) -> None:

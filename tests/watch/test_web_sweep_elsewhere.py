@@ -158,6 +158,7 @@ def test_an_export_by_its_job_has_the_trials(
         assert trial["logs"]["0"].endswith("it ends\n")
 
 
+@pytest.mark.slow
 def test_an_export_from_a_store_has_the_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
