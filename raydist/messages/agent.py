@@ -73,8 +73,8 @@ class RankEnd(ProcessEnd):
     known without comparing clocks."""
     error: RecordedError | None = None
     """The error that torch.distributed.elastic's `@record` wrote."""
-    lost_gpu: str = ""
-    """That its GPU is lost, as readable text, if NVML has said so."""
+    gpu_report: str = ""
+    """What NVML has said of its GPU, as readable text: its Xids, and that it is lost."""
     kept: bool = False
     """Whether the process still runs, and waits for the next attempt (ParkRank)."""
     why_not_kept: str = ""

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 LIBRARY = "libnvidia-ml.so.1"
 LOST = 15
 """NVML_ERROR_GPU_IS_LOST."""
-SENSOR, UNCORRECTED, VOLATILE = 0, 1, 0
+TIMEOUT = 10
+"""NVML_ERROR_TIMEOUT: there was no event."""
+SENSOR, UNCORRECTED, VOLATILE, XIDS = 0, 1, 0, 8
 """The sensor of a GPU itself; a kind of memory errors, and their counter since the driver was
-loaded (nvml.h)."""
+loaded; a type of events (nvml.h)."""
+WHOLE = 0xFFFFFFFF
+"""In place of the number of a MIG instance: the whole GPU."""
 
 
 class Memory(ctypes.Structure):
@@ -28,6 +32,18 @@ class Utilization(ctypes.Structure):
     """nvmlUtilization_t, in percent."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class Event(ctypes.Structure):
+    """nvmlEventData_t."""
+
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("type", ctypes.c_ulonglong),
+        ("data", ctypes.c_ulonglong),
+        ("instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 Kind = TypeVar("Kind", Memory, Utilization, ctypes.c_uint)
@@ -93,3 +109,30 @@ def count_errors(nvml: Any, name: str) -> tuple[int, int]:
         gpu, UNCORRECTED, VOLATILE, ctypes.byref(errors)
     )
     return code, errors.value
+
+
+def record_xids(nvml: Any, name: str) -> ctypes.c_void_p | None:
+    """Have NVML record a GPU's Xids from now on, and return the set for `nvmlEventSetWait_v2`.
+
+    None if there is no such GPU, or this driver or this user can't.
+    """
+    code, gpu = find_gpu(nvml, name)
+    events = ctypes.c_void_p()
+    if code or not hasattr(nvml, "nvmlEventSetWait_v2"):
+        return None
+    if nvml.nvmlEventSetCreate(ctypes.byref(events)):
+        return None
+    if nvml.nvmlDeviceRegisterEvents(gpu, ctypes.c_ulonglong(XIDS), events):
+        nvml.nvmlEventSetFree(events)
+        return None
+    return events
+
+
+def read_instance(nvml: Any, name: str) -> int:
+    """Return the number of a MIG instance on its GPU; WHOLE for a GPU."""
+    instance, found = ctypes.c_void_p(), ctypes.c_uint(WHOLE)
+    if name.startswith("MIG-") and not nvml.nvmlDeviceGetHandleByUUID(
+        name.encode(), ctypes.byref(instance)
+    ):
+        nvml.nvmlDeviceGetGpuInstanceId(instance, ctypes.byref(found))
+    return found.value

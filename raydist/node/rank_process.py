@@ -123,6 +123,7 @@ class RankProcess:
         self._stop_requested = False
         """See RankEnd.stop_requested."""
         self._watching = asyncio.create_task(self._await_end(forked.ended))
+        self.reports.xids.start(self.commands.env)
 
     @property
     def running(self) -> bool:
@@ -147,6 +148,7 @@ class RankProcess:
         """Stop to listen to the process: a child of it may hold the channel open."""
         self.channel.reading.cancel()
         self._watching.cancel()
+        self.reports.xids.close()
         self.commands.end()
 
     async def news(self, patience: float) -> RankNews:
@@ -217,7 +219,10 @@ class RankProcess:
             way = "signal" if activity.stack else ""
         beat, stack = self.reports.beat(), activity.stack
         found = RankActivity(self.pid, state, busy, stack, activity.collectives, beat, way)
-        return found if fault is None else replace(found, gpu_fault=await fault)
+        if fault is None:
+            return found
+        faults = [*self.reports.xids.lines(faults_only=True), await fault]
+        return replace(found, gpu_fault="; ".join(filter(None, faults)))
 
     async def _await_activity(self, state: str) -> None:
         """Wait until the rank answers, or can't because native code keeps the GIL.
@@ -374,7 +379,8 @@ class RankProcess:
             if not ended.done() and self._server.quiet() > SERVER_S:
                 self._server.end_server()
         end = self._with_causes(RankEnd(**vars(ended.result())))
-        self.end = replace(end, lost_gpu=await self._find_lost_gpu(end))
+        self.end = replace(end, gpu_report=await self._report_gpu(end))
+        self.reports.xids.close()
         self.reports.due.set()
         self.channel.note_end()
 
@@ -395,12 +401,16 @@ class RankProcess:
             end = replace(end, why=why, oom="kernel" if by_kernel else "")
         return end
 
-    async def _find_lost_gpu(self, end: RankEnd) -> str:
-        """Return that the GPU of a rank that failed is lost; empty if it is not.
+    async def _report_gpu(self, end: RankEnd) -> str:
+        """Return what NVML says of the GPU of a rank that failed: its Xids, and that it is lost.
 
-        The restart waits for NVML, so a rank that was killed is not asked about.
+        Of a rank that was stopped, because others failed, only what is the GPU's fault. The restart
+        waits for NVML, so it is asked nothing about a rank that was killed.
         """
-        failed = self.reports.raised or end.code or end.signal not in (0, signal.SIGKILL)
+        failed = self.reports.raised or end.code or end.signal
         if end.stop_requested or not failed:
-            return ""
-        return await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True)
+            return "; ".join(self.reports.xids.lines(faults_only=True))
+        said = self.reports.xids.lines()
+        if self.reports.raised or end.signal != signal.SIGKILL:
+            said.append(await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True))
+        return "; ".join(filter(None, said))

@@ -15,6 +15,8 @@ from raydist.node import nccl_output
 from raydist.node.nccl_output import NcclLog
 from raydist.node.output_file import OutputFile
 from raydist.node.processes import recorded_error
+from raydist.node.xid_watch import XidWatch
+from raydist.shared import kinds
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat, read_compute_time, read_pauses
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class RankReports:
         """Whether the driver should get the reports now."""
         self.raised = False
         """Whether the rank has reported an exception."""
+        self.xids = XidWatch(self._warn)
 
     def begin(self, request: StartRank) -> dict[str, str]:
         """Begin the next attempt of the same process; return the variables that differ."""
@@ -69,6 +72,9 @@ class RankReports:
             self.events.append(event)
         if kind in AT_ONCE:
             self.due.set()
+
+    def _warn(self, text: str) -> None:
+        self.add(kinds.Warning(text=text, rank=self.rank).to_json())
 
     def take_events(self) -> list[EventJson]:
         """Return the events that have not been taken."""

@@ -182,7 +182,7 @@ def failure_text(ends: Sequence[End]) -> str:
     lines += [f"  {line}" for line in first.traceback.strip().splitlines()[-TRACEBACK_LINES:]]
     lines += [f"  log: {first.log}"] if first.log else []
     lines += [f"  the same on {_name_ranks(same)}"] if same else []
-    lines += _suspects(first, ends)
+    lines += _broken_gpus(ends) + _suspects(first, ends)
     lines += _follow_on([end for end in others if end not in same])
     return "\n".join(lines)
 
@@ -323,6 +323,14 @@ def _finished_before(first: End, ends: Iterable[End]) -> list[End]:
     Other ranks may notice that a rank has finished before its node reports it.
     """
     return [end for end in ends if end.how == "finished" and end.at <= first.at + ECHO_S]
+
+
+def _broken_gpus(ends: Iterable[End]) -> list[str]:
+    """Return the ranks that did not fail, but whose GPU is at fault: others may have waited for
+    them."""
+    broken = [end for end in ends if end.how == "stopped" and BROKEN_GPU.search(end.message)]
+    lines = [f"  stopped: {where(end)} {end.message}" for end in broken[:3]]
+    return lines + ([f"  ... and {len(broken) - 3} more"] if len(broken) > 3 else [])
 
 
 def _suspects(first: End, ends: Sequence[End]) -> list[str]:

@@ -82,7 +82,7 @@ def classify_end(
     error = _raised(end, report, rank)
     if error:
         error = replace(error, message=with_cuda_error(error.message, log_tail))
-        error = _with_lost_gpu(error, report)
+        error = _with_gpu_report(error, report)
     # The last ranks of a stop or of a hang lose their peers: such an error did not end them.
     if error and not (is_victim(error) and _follows(error, attempt)):
         return error
@@ -92,12 +92,12 @@ def classify_end(
     if hang and hang.blames(end.rank):
         return _hung(end, hang)
     if report.stop_requested and (end.signal or end.code):
-        return replace(end, how="stopped")
+        return replace(_with_gpu_report(end, report), how="stopped")
     if report.by_mpirun:
         return replace(end, how="ended")
     if end.signal == signal.SIGABRT and not end.message:
         end = replace(end, message=last_words(log_tail))
-    end = _with_lost_gpu(end, report)
+    end = _with_gpu_report(end, report)
     if rank.raised and rank.raised.code:  # it was exiting when the others were ended
         return replace(
             end,
@@ -110,11 +110,11 @@ def classify_end(
     return replace(end, how="killed" if end.signal else "exited" if end.code else "finished")
 
 
-def _with_lost_gpu(end: End, report: RankEnd) -> End:
-    """Add to the message that the rank's GPU is lost, if it is: CUDA's errors do not say so."""
-    if not report.lost_gpu:
+def _with_gpu_report(end: End, report: RankEnd) -> End:
+    """Add to the message what NVML has said of the rank's GPU: CUDA's errors do not say so."""
+    if not report.gpu_report:
         return end
-    return replace(end, message="; ".join(filter(None, [end.message, report.lost_gpu])))
+    return replace(end, message="; ".join(filter(None, [end.message, report.gpu_report])))
 
 
 def _follows(error: End, attempt: AttemptRecord) -> bool:

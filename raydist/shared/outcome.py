@@ -19,11 +19,13 @@ It raised an exception, exited with a code, was killed by a signal, was lost wit
 hung and was stopped for it, was drained (stopped because its node will be taken away), was ended by
 mpirun, or was stopped by raydist.
 """
+GPU_AT_FAULT = "a fault of the GPU, not of the program"
+"""In raydist's line on an Xid of NVIDIA's driver."""
 BROKEN_GPU = re.compile(
     r"uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error|GPU is lost|ECC "
-    r"error encountered"
+    rf"error encountered|{GPU_AT_FAULT}"
 )
-"""Texts of CUDA and NVML for a broken GPU (cudaGetErrorString, nvidia-smi).
+"""Texts of CUDA and NVML for a broken GPU (cudaGetErrorString, nvidia-smi), and GPU_AT_FAULT.
 
 Most other CUDA errors are the program's fault.
 """

@@ -11,7 +11,7 @@ raydist's reading of GPUs. What is not:
 |---|---|
 | `cuda.c` | libcudart and libcuda: memory of a device is memory of the host, a stream is a queue |
 | `nccl.c` | libnccl: collectives on that memory, between processes of one machine, over Unix sockets |
-| `nvml.c` | libnvidia-ml: readings from a file that the test writes |
+| `nvml.c` | libnvidia-ml: readings and Xids from files that the test writes |
 | `kernels.py` | the kernels: torch's own ones of the CPU, called on the same memory |
 | `missing.c` | made by `build()`: what else torch is linked with; such a call is an error |
 
@@ -93,16 +93,22 @@ class FakeGpus:
         """Ask the libraries for something until it is taken back.
 
         hold-copies: copies wait. slow-copies: each one to page-locked memory of more than a number
-        takes 50 ms. hold-nccl: collectives wait. nccl-error: NCCL reports an error.
+        takes 50 ms. hold-nccl: collectives wait. nccl-error: NCCL reports an error. no-events: NVML
+        lets nobody register for events.
         """
         path = self.folder / (name if rank is None else f"{name}.{rank}")
         path.touch() if on else path.unlink()
+
+    def report_xid(self, number: int, xid: int, instance: int = -1) -> None:
+        """Have the driver report an Xid of a GPU, or of one of its MIG instances."""
+        with (self.folder / "xids").open("a") as file:
+            file.write(f"{number} {xid} {instance};\n")  # at once: a reader never sees half of it
 
     def repair(self) -> None:
         """Make all GPUs whole again, and take back what was asked."""
         self.gpus = [Gpu()] * len(self.gpus)
         self._write()
-        for name in ("hold-copies", "slow-copies", "hold-nccl", "nccl-error"):
+        for name in ("hold-copies", "slow-copies", "hold-nccl", "nccl-error", "no-events"):
             for path in self.folder.glob(f"{name}*"):
                 path.unlink()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from raydist.node import gpu_faults, nvml
+from raydist.node.xid_watch import XidWatch
+from raydist.node.xids import describe_xid
 from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
+from tests.waiting import wait_until
 
 pytestmark = [requires_fake_gpus, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -38,6 +42,67 @@ def test_memory_errors_and_a_lost_gpu_are_reported_to_the_rank_that_has_it(
     assert [fault(0, visible) for visible in ("0,1", "", "-1", "GPU-none")] == [""] * 4
 
 
+def test_xids_are_those_of_the_ranks_own_gpu_or_mig_instance(
+    tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None from before the rank was started; one that only follows from others is no warning."""
+    machine = FakeGpus(tmp_path, libraries, 2, Gpu(mig=2))
+    monkeypatch.setenv("FAKE_GPU", str(machine.folder))
+    monkeypatch.setattr(nvml, "LIBRARY", str(libraries / "libnvidia-ml.so.1"))
+    told: list[str] = []
+
+    async def watch(visible: str) -> list[str]:
+        """Report Xids until the last one has been noted; return all lines."""
+        found = XidWatch(told.append)
+        found.start({"CUDA_VISIBLE_DEVICES": visible})
+
+        def noted() -> bool:
+            machine.report_xid(1, 95)
+            machine.report_xid(0, 48, instance=0)
+            machine.report_xid(0, 45, instance=1)
+            machine.report_xid(0, 119)  # of the whole GPU
+            return describe_xid(119, visible) in found.lines()
+
+        await asyncio.to_thread(wait_until, noted, "Xids", 120)
+        found.close()
+        return found.lines()
+
+    machine.report_xid(0, 79)
+    machine.report_xid(0, 79, instance=1)
+    for visible, own in (("0", [48, 45, 119]), (machine.uuid(0, 1), [45, 119])):
+        told.clear()
+        lines = [describe_xid(number, visible) for number in own]
+        assert asyncio.run(watch(visible)) == lines
+        assert told == [line for line in lines if "Xid 45" not in line]
+
+
+@pytest.mark.parametrize("visible", ["0", "", "-1", "GPU-none"])
+def test_without_the_right_to_events_or_a_gpu_there_are_no_xids(
+    tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    machine = FakeGpus(tmp_path, libraries, 1)
+    machine.ask("no-events")
+    monkeypatch.setenv("FAKE_GPU", str(machine.folder))
+    monkeypatch.setattr(nvml, "LIBRARY", str(libraries / "libnvidia-ml.so.1"))
+    assert watching_threads_end({"CUDA_VISIBLE_DEVICES": visible}) == []
+
+
+def watching_threads_end(env: dict[str, str]) -> list[str]:
+    """Return the lines of a watch once its thread has ended by itself."""
+
+    async def watch() -> list[str]:
+        found = XidWatch(lambda line: None)
+        found.start(env)
+        for thread in threading.enumerate():
+            if thread.name == "raydist-xids":
+                await asyncio.to_thread(thread.join, 120)
+                assert not thread.is_alive()
+        return found.lines()
+
+    return asyncio.run(watch())
+
+
 def test_without_a_driver_there_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml.so.none")
     assert asyncio.run(gpu_faults.find_fault({"LOCAL_RANK": "0"}, 60)) == ""
+    assert watching_threads_end({"LOCAL_RANK": "0"}) == []

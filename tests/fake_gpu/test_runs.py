@@ -98,6 +98,46 @@ def test_a_gpu_that_falls_off_the_bus_is_the_cause_that_the_page_names(
     assert "the rank that failed first is not known" not in failure["reason"]
 
 
+def test_an_xid_is_a_warning_and_one_that_is_the_gpus_fault_is_the_cause(
+    four: FakeGpus, tmp_path: Path
+) -> None:
+    """It fails with an error of NCCL, as ranks do that lose a peer: without the Xid nobody knows
+    which one began."""
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "scale=1x2", "restart=none", "hang.after_s=600",
+        f"env.HOME={tmp_path}",
+    )  # fmt: skip
+    run.wait_for_step(3, LIMIT_S)
+    four.report_xid(3, 79)  # of no rank
+    memory_fault = "NVML reported Xid 31 of GPU 0 (memory page fault: an access to an invalid"
+    ecc_error = "NVML reported Xid 48 of GPU 1 (double-bit ECC error): a fault of the GPU"
+
+    def warnings() -> list[tuple[int, str]]:
+        found = run.events("warning")
+        return sorted((each["rank"], each["text"]) for each in found if "Xid" in each["text"])
+
+    def warned() -> bool:
+        four.report_xid(0, 31)  # again and again, as drivers do
+        four.report_xid(1, 48)
+        return len(warnings()) >= 2
+
+    run.wait_until(warned, "warnings", LIMIT_S)
+    four.ask("nccl-error", rank=1)
+    assert run.wait(LIMIT_S) == 1, run.screen
+    (failure,) = run.events("failure")
+    assert failure["cause"]["rank"] == 1
+    assert ecc_error in failure["cause"]["message"]
+    assert "the rank that failed first is not known" not in failure["reason"]
+    page = (run.run_dir / "blame-1.txt").read_text()
+    assert ecc_error in page
+    assert "nvidia-smi -q -d ECC" in page
+    (first, second) = warnings()
+    assert first[0] == 0
+    assert first[1].startswith(memory_fault)
+    assert second[0] == 1
+    assert second[1].startswith(ecc_error)
+
+
 def test_memory_errors_that_only_nvml_knows_are_named_with_the_hang(
     four: FakeGpus, tmp_path: Path
 ) -> None:

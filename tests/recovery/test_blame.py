@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raydist.node.xids import describe_xid
 from raydist.recovery import blame
 from raydist.recovery.blame import blame_reason, failure_text, first_cause, is_victim, last_words
 from raydist.reporting.advice import advice_for
@@ -165,6 +166,15 @@ def test_an_abort_for_a_broken_gpu_goes_before_other_aborts() -> None:
     broken = End(1, "b", "killed", 1.1, signal=signal.SIGABRT, message=ECC)
     assert first_cause([other, broken]) is broken
     assert "not caused by other ranks" in blame_reason([other, broken])
+
+
+def test_a_rank_that_was_stopped_is_named_if_its_gpu_is_at_fault() -> None:
+    """It may have hung, and the others have waited for it."""
+    victim = raised(0, "RuntimeError", RESET)
+    broken = End(1, "b", "stopped", 2.0, step=7, message=describe_xid(119, "3"))
+    assert f"stopped: rank 1 on b, step 7: {broken.message}" in failure_text([victim, broken])
+    program = replace(broken, message=describe_xid(31, "3"))
+    assert "Xid" not in failure_text([victim, program])
 
 
 def test_of_victims_alone_the_earliest_is_told() -> None:

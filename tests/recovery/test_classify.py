@@ -159,10 +159,15 @@ def test_an_error_of_nccl_has_that_of_cuda_from_the_log() -> None:
 def test_a_rank_whose_gpu_is_lost_says_so_and_is_no_victim(
     end: RankEnd, raised: kinds.Raised | None, message: str
 ) -> None:
-    lost = replace(end, lost_gpu="the GPU has fallen off the bus")
+    lost = replace(end, gpu_report="the GPU has fallen off the bus")
     found = classify_end(lost, replace(RANK, raised=raised), AttemptRecord())
     assert found.message == message
     assert not is_victim(found)
+
+
+def test_a_rank_that_was_stopped_keeps_what_nvml_said_of_its_gpu() -> None:
+    end = classify_end(stopped(signum=9, gpu_report="Xid 119"), RANK, AttemptRecord())
+    assert (end.how, end.message) == ("stopped", "Xid 119")
 
 
 def test_a_hang_keeps_the_diagnosis_and_the_stack() -> None:
