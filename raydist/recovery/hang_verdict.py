@@ -233,13 +233,19 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
         return None
     # In different process groups, or in send and recv, ranks may wait in different ones while data
     # is in transit.
-    certain = len({of for of, *_ in same}) == 1 and not any(
+    comparable = len({group for group, *_ in same}) == 1 and not any(
         (rank.waits_in or {}).get("is_p2p") for rank in ranks
     )
+    # A rank whose number is higher has completed those before with the others. These are behind,
+    # and may only lack the CPU: with a load of 50 none made a step between two looks.
+    behind = len({number for _, number, *_ in same}) > 1
     odd = min(kinds.values(), key=lambda own: (len(own), -own[0].rank))
     parts = [f"{name(own)} {verb_wait(own)} in {words}{at(own[0])}" for words, own in kinds.items()]
     return Diagnosis(
-        "the ranks wait in different collectives: " + "; ".join(parts), rank_numbers(odd), certain
+        "the ranks wait in different collectives: " + "; ".join(parts),
+        rank_numbers(odd),
+        certain=comparable and not behind,
+        if_it_lasts=comparable and behind,
     )
 
 

@@ -236,14 +236,14 @@ def test_ranks_that_make_collectives_are_at_work_whether_or_not_they_report_step
     """
     watched.settings = Hang(limit_s=90)
     watched.__post_init__()
-    counts = [10, 9]
+    counts = [10, 10]
 
     def waits(rank: int) -> RankActivity:
         counts[rank] += moves
         return replace(
             state("S"),
             stack=stack(*WAITS, *JOB),
-            collectives=[entry(counts[rank] - moves)],  # type: ignore[list-item]
+            collectives=[entry(counts[rank] - moves, ("all_reduce", "broadcast")[rank])],  # type: ignore[list-item]
         )
 
     watched.group.replies[Examine] = waits

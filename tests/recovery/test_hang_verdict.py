@@ -98,9 +98,10 @@ def test_different_collectives_are_certain_and_the_few_are_the_culprits() -> Non
     assert "rank 1 on a waits in broadcast of [[3]], number 10" in verdict.text
 
 
-def test_a_rank_that_has_skipped_one_is_behind() -> None:
+def test_a_rank_that_is_behind_may_only_lack_the_cpu() -> None:
+    """The others have completed number 11 with it, so it has not called another collective."""
     verdict = diagnose([waits(0, entry(12)), waits(1, entry(11)), waits(2, entry(12))])
-    assert (verdict.culprits, verdict.certain) == ((1,), True)
+    assert (verdict.culprits, verdict.certain, verdict.if_it_lasts) == ((1,), False, True)
 
 
 def test_other_sizes_count_where_they_must_be_equal_and_only_there() -> None:

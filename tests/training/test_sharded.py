@@ -260,6 +260,7 @@ made.shutdown()
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(700)
 def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,7 +269,7 @@ def test_the_loss_of_a_node_does_not_lose_its_part_in_the_run_nor_after_it(
     ).items():
         monkeypatch.setenv(name, value)
     ended = subprocess.run(
-        [sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=250
+        [sys.executable, "-c", NODES], cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     output = json.loads(ended.stdout.splitlines()[-1])
