@@ -474,6 +474,8 @@ class SweepConfig:
         """Hydra's overrides by key without a sign; the last one of each key."""
         self.typed = loader.typed
         """All overrides as typed, but with references in place of secrets."""
+        self.function = _name_of(function) if function else ""
+        """The job's name, MODULE:NAME, if it is an object that the caller passed."""
         self._jobs: dict[tuple[str, ...], Job] = {}
 
     def job(self, overrides: Sequence[str]) -> Job:

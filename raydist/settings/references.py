@@ -27,6 +27,12 @@ def secret_value(name: str) -> Any:
     return _secrets[name]
 
 
+def assume_values(overrides: Iterable[str]) -> None:
+    """Let each reference in saved overrides stand for some text, for a check that runs nothing."""
+    for name in re.findall(re.escape(REFERENCE) + r"([^}]+)", " ".join(overrides)):
+        _secrets.setdefault(name, MASK)
+
+
 def refer_to(name: str, value: Any) -> str:
     """Return a reference to a value, which is treated as a secret whatever its name."""
     return _References()(name, value)

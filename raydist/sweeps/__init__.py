@@ -11,6 +11,7 @@ way has its own thread in the driver; the main thread decides which trials run.
     importance.py         The importance of each setting while a sweep goes on, in a child process
     optuna_study.py       Optuna's samplers by ask and tell, with a journal; the importance of
                           settings
+    requests.py           Trials that a person adds to a sweep, as files in its folder
     room.py               Find out whether the cluster has room for another trial now, or can ever
                           have it
     rules.py              (trials, rule) -> which trial continues, is paused or ended, and which one

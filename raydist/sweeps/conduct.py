@@ -103,7 +103,7 @@ class Setup:
     sampler: Sampler
     sweep: Sweep
     most: int
-    """Total number of trials."""
+    """Total number of trials that the sampler proposes."""
     wanted: tuple[Objective, ...]
     """The objectives."""
     folder: Folder
@@ -160,6 +160,7 @@ class Conductor:
             with signals.passed_to(self._messages.put):
                 while True:
                     self._look_at_time()
+                    self._take_added()
                     while self._error is None and self._start_next():
                         pass
                     if not self._live and (self._error is not None or self._next() is None):
@@ -185,10 +186,25 @@ class Conductor:
             )
             self._end(OutOfTime(hours))
 
+    def _take_added(self) -> None:
+        """Create the trials that a person has added.
+
+        Their numbers follow those that the sampler proposes, whose settings depend on the number.
+        """
+        for request, settings in self._setup.folder.requests.new_trials(self.states):
+            number = max(self._setup.most, max(self.trials, default=0) + 1)
+            trial = Trial(number, {**settings}, dir=str(number), added=request)
+            self._change(trial, show=True)
+
+    @property
+    def _more(self) -> bool:
+        """Whether the sampler may propose another trial."""
+        return sum(not trial.added for trial in self.trials.values()) < self._setup.most
+
     def _next(self) -> int | None:
         """Return the number of the next trial, which may be a new one."""
-        more = len(self.trials) < self._setup.most
-        if (number := rules.next_trial(self.states, self._rule, more)) is not None or not more:
+        number = rules.next_trial(self.states, self._rule, self._more)
+        if number is not None or not self._more:
             return number
         number = next(number for number in itertools.count() if number not in self.trials)
         self._change(Trial(number, self._setup.sampler.propose(number), dir=str(number)))
@@ -209,6 +225,8 @@ class Conductor:
             return False
         try:
             wanted = self._setup.space.job(self.trials[number].settings)
+            if self.trials[number].added:  # those of the sweep were checked before its start
+                room.check_can_ever_fit(wanted)
             job = room.find_room(wanted, self._gangs, alone=not self._live)
         except ConfigError as error:
             self._fail(number, error)
@@ -309,9 +327,7 @@ class Conductor:
         trial = self._change(self.trials[message.number].reached(message.step, message.value))
         if live.intent:
             return
-        match rules.verdict(
-            self.states, message.number, self._rule, len(self.trials) < self._setup.most
-        ):
+        match rules.verdict(self.states, message.number, self._rule, self._more):
             case "continue":
                 self._change(replace(trial, passed=len(trial.curve)))
             case what:

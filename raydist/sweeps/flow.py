@@ -123,7 +123,7 @@ def run_sweep(
 
     weights = RunningImportance(space.parts, wanted, lambda: conductor.refresh())
 
-    most = max(most, len(trials))
+    most = max(most, sum(not trial.added for trial in trials.values()))
     setup = Setup(space, sampler, settings, most, wanted, folder, screen, summarize, call, until)
     conductor = Conductor(setup, trials)
     how = "failed"
@@ -237,6 +237,7 @@ class SweepRecord:
             "state": state,
             "overrides": self.overrides,
             "config_name": self.config_name,
+            "function": self.config.function,
             "space": {
                 key: self.config.overrides[key].get_value_string() for key in self.space.parts
             },
@@ -254,7 +255,7 @@ class SweepRecord:
         fixed = [
             text
             for text in self.overrides
-            if (key := Override.parse(text).key) not in self.space.parts
+            if (key := Override.parse(text).key) not in trial.settings
             and not key.startswith(("sweep.", "hydra."))
         ]
         own = [f"{key}={value}" for key, value in trial.settings.items()]

@@ -5,6 +5,7 @@
                          sweep.jsonl    events of the sweep itself: the cluster, warnings
                          multirun.yaml  the settings, in Hydra's form
                          optuna.journal with one of Optuna's samplers
+                         added/         what `raydist sweep add` requests (requests.py)
                          7/trial.json   the record of trial 7, in its run folder
 
 A trial's record is written before it starts and at each change, so a sweep whose driver is killed
@@ -25,17 +26,19 @@ from typing import IO, Any
 
 from raydist.shared.errors import ConfigError
 from raydist.shared.home import expand_home
-from raydist.sweeps.trial import Trial
+from raydist.sweeps.requests import Requests
+from raydist.sweeps.trial import Trial, all_settings
 from raydist.watch.web.sweep import RECORD, SUMMARY
 
 
 class Folder:
-    """The folder of a sweep, which only this process writes to."""
+    """The folder of a sweep, which only this process writes to, except for the requests."""
 
     def __init__(self, path: Path, warn: Callable[[str], None] = lambda text: None) -> None:
         """Lock the folder. ConfigError: another process runs the sweep."""
         self.path = path
         self.warn = warn
+        self.requests = Requests(path, warn)
         self._full = False
         self._lock = _locked(path)
 
@@ -64,12 +67,14 @@ class Folder:
         names = sorted({name for trial in trials for name in trial.metrics})
         text = io.StringIO()
         table = csv.writer(text)
-        table.writerow(["trial", "state", *keys, "step", "wall_s", *names])
+        keys = all_settings(trials, keys)
+        table.writerow(["trial", "state", "added", *keys, "step", "wall_s", *names])
         for trial in trials:
             own = [trial.settings.get(key, "") for key in keys]
             metrics = [trial.metrics.get(name, "") for name in names]
+            state = (trial.state, "by hand" if trial.added else "")
             table.writerow(
-                [trial.number, trial.state, *own, trial.step, round(trial.wall_s, 3), *metrics]
+                [trial.number, *state, *own, trial.step, round(trial.wall_s, 3), *metrics]
             )
         self._write(self.path / "sweep.csv", text.getvalue())
 
@@ -103,17 +108,27 @@ def _locked(path: Path) -> IO[str]:
     return lock
 
 
-def read_summary(folder: str) -> Mapping[str, Any]:
-    """Return sweep.json of a sweep to continue; ConfigError if the folder has none."""
-    path = expand_home("sweep.resume", folder)
+def is_running(path: Path) -> bool:
+    """Report whether a process runs this sweep now."""
+    try:
+        _locked(path).close()
+    except ConfigError:
+        return True
+    return False
+
+
+def read_summary(folder: str, key: str = "sweep.resume") -> Mapping[str, Any]:
+    """Return sweep.json of a sweep; ConfigError if the folder has none.
+
+    `key`: what the person typed the folder for.
+    """
+    path = expand_home(key, folder)
     try:
         summary: Mapping[str, Any] = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         summaries = sorted(path.parent.glob(f"*/{SUMMARY}")) if path.parent.is_dir() else []
-        guess = f"sweep.resume={summaries[-1].parent}" if summaries else None
-        raise ConfigError.of(
-            "sweep.resume", folder, f"there is no {SUMMARY} in it", guess=guess
-        ) from error
+        guess = f"{key}={summaries[-1].parent}" if summaries else None
+        raise ConfigError.of(key, folder, f"there is no {SUMMARY} in it", guess=guess) from error
     return summary
 
 

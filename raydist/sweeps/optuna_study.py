@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
-from raydist.sweeps.space import Choice, Interval, Space
+from raydist.sweeps.space import Choice, Interval, Space, params
 from raydist.sweeps.trial import Objective, Trial, objectives
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class OptunaSampler:
     def tell(self, trial: Trial) -> None:
         """Report to Optuna that a trial is paused or over.
 
-        A paused trial counts as pruned; if it continues, its end is reported too.
+        A paused trial counts as pruned; if it continues, its end is reported too. Of a trial that
+        a person added, Optuna learns if its settings are of this space.
         """
         try:
             with _quiet() as optuna:
@@ -125,19 +126,21 @@ class OptunaSampler:
         values = [trial.values.get(each.name, float("nan")) for each in self._wanted]
         if any(value != value for value in values):
             state = kinds.FAIL if state == kinds.COMPLETE else state
-        if known is None or known.state == state:
+        own = params(self._space.parts, trial.settings) if trial.added else None
+        if (known.state == state) if known else own is None:
             return
         curve = dict(trial.curve) if len(self._wanted) == 1 else {}
         done = values if state == kinds.COMPLETE else None
-        if known.state == kinds.RUNNING:
+        if known is not None and known.state == kinds.RUNNING:
             own_trial = optuna.trial.Trial(self._study, known._trial_id)
             for step, value in curve.items():
                 own_trial.report(value, step)
             self._study.tell(known.number, done, state=state)
-        elif done:  # it was paused, which is an end for Optuna
+        elif done or known is None:  # it was paused, which is an end for Optuna; or added by hand
             self._study.add_trial(
                 optuna.trial.create_trial(
-                    params=known.params,
+                    state=state,
+                    params=known.params if known else own,
                     distributions=self._distributions,
                     user_attrs={NUMBER: trial.number},
                     intermediate_values=curve,
@@ -180,7 +183,10 @@ def weighable(
     done = [
         trial
         for trial in trials
-        if trial.state == "finished" and wanted and wanted[0].name in trial.values
+        if trial.state == "finished"
+        and wanted
+        and wanted[0].name in trial.values
+        and params(parts, trial.settings) is not None
     ]
     enough = len(done) >= LEAST and len(parts) >= 2 and find_spec("optuna") is not None
     return done if enough else []
@@ -203,10 +209,9 @@ def importance(
     ):
         study = optuna.create_study(direction=wanted[0].direction)
         for trial in done:
-            params = {key: _number(parts[key], text) for key, text in trial.settings.items()}
-            value = trial.values[wanted[0].name]
+            value, own = trial.values[wanted[0].name], params(parts, trial.settings)
             study.add_trial(
-                optuna.trial.create_trial(params=params, distributions=distributions, value=value)
+                optuna.trial.create_trial(params=own, distributions=distributions, value=value)
             )
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
         found: dict[str, float] = optuna.importance.get_param_importances(
@@ -214,10 +219,6 @@ def importance(
         )
         return {key: round(float(share), 4) for key, share in found.items()}
     return {}
-
-
-def _number(part: Choice | Interval, text: str) -> Any:
-    return text if isinstance(part, Choice) else int(text) if part.whole else float(text)
 
 
 def _distribution(part: Choice | Interval) -> BaseDistribution:

@@ -62,6 +62,7 @@ def verdict(
 def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
     """Return the number of the next trial to run: a promoted one, else one that waits.
 
+    Of those that wait, one that a person has added comes first.
     None: propose one, or there is none.
     """
     if rule.kind == "asha":
@@ -72,8 +73,8 @@ def next_trial(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
                 if _state(trials, number) == "paused"
             ]:
                 return paused[0]
-    if waiting := [trial.number for trial in trials if trial.state == "waiting"]:
-        return min(waiting)
+    if waiting := [trial for trial in trials if trial.state == "waiting"]:
+        return min(waiting, key=lambda trial: (not trial.added, trial.number)).number
     return last_resort(trials, rule, more) if rule.kind == "asha" else None
 
 

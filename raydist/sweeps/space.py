@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, Transforme
 from raydist.settings.compose import SweepConfig
 from raydist.settings.config import Job
 from raydist.settings.hydra_errors import config_errors
+from raydist.settings.overrides import dictionary_of
 from raydist.shared.errors import ConfigError
 
 CHECKED = 64
@@ -39,6 +40,10 @@ class Choice:
     def ends(self) -> tuple[str, ...]:
         """Return all values: each is checked before anything starts."""
         return self.values
+
+    def number(self, text: str) -> str | None:
+        """Return a value as Optuna has it: its text; None if it is not one of them."""
+        return text if text in self.values else None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,14 @@ class Interval:
         """Return the ends of the interval: they are checked before anything starts."""
         return self.text(self.low), self.text(self.high)
 
+    def number(self, text: str) -> float | None:
+        """Return the number of a value; None if the interval does not have it."""
+        try:
+            value = int(text) if self.whole else float(text)
+        except ValueError:
+            return None
+        return value if self.low <= value <= self.high else None
+
 
 class Space:
     """What differs among the trials, and what does not."""
@@ -77,16 +90,16 @@ class Space:
         self._config = config
         self.parts: dict[str, Choice | Interval] = {}
         """By setting, in the order in which they were typed."""
-        self._fixed: list[str] = []
+        self._fixed: dict[str, str] = {}
         for key, override in config.overrides.items():
             if not override.is_sweep_override():
-                self._fixed.append(override.input_line or "")
+                self._fixed[key] = override.input_line or ""
                 continue
             if key.startswith("sweep."):
                 raise ConfigError.of(
                     key, override.get_value_string(), "a setting of the sweep itself has one value"
                 )
-            self.parts[key] = _part(key, override)
+            self.parts[key] = part_of(key, override)
 
     @property
     def combinations(self) -> int | None:
@@ -105,12 +118,19 @@ class Space:
         return {key: part.draw(numbers) for key, part in self.parts.items()}
 
     def job(self, settings: Mapping[str, str]) -> Job:
-        """Return the checked Job with these settings."""
-        own = [
-            f"{self._config.overrides[key].get_key_element()}={value}"
-            for key, value in settings.items()
-        ]
-        return self._config.job([*self._fixed, *own])
+        """Return the checked Job with these settings.
+
+        A trial that a person added may have more of them, also in place of what the others share.
+        """
+        own = [f"{self._element(key)}={value}" for key, value in settings.items()]
+        fixed = [text for key, text in self._fixed.items() if key not in settings]
+        return self._config.job([*fixed, *own])
+
+    def _element(self, key: str) -> str:
+        """Return the key of an override with the sign that it needs in Hydra's grammar."""
+        if key in self._config.overrides:
+            return self._config.overrides[key].get_key_element()
+        return f"++{key}" if dictionary_of(key) else key
 
     def jobs(self) -> Iterator[Job]:
         """Yield the Jobs to check before anything starts.
@@ -126,7 +146,22 @@ class Space:
             yield from (self.job({**first, key: value}) for value in part.ends()[1:])
 
 
-def _part(key: str, override: Override) -> Choice | Interval:
+def params(
+    parts: Mapping[str, Choice | Interval], settings: Mapping[str, str]
+) -> dict[str, str | float] | None:
+    """Return the settings of a trial as Optuna has them; None if they are not of this space.
+
+    A person may have added a trial with other values, or with more settings.
+    """
+    found = {
+        key: value
+        for key, part in parts.items()
+        if (value := part.number(settings.get(key, ""))) is not None
+    }
+    return found if settings.keys() == parts.keys() == found.keys() else None
+
+
+def part_of(key: str, override: Override) -> Choice | Interval:
     value, text = override.value(), override.get_value_string()
     if not isinstance(value, IntervalSweep):
         with config_errors([override.input_line or ""]):

@@ -14,7 +14,7 @@ from raydist.settings.config import Watch
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from raydist.shared.rank_names import counted
-from raydist.sweeps.trial import Objective, Trial, WatchedTrial, best_trials
+from raydist.sweeps.trial import Objective, Trial, WatchedTrial, all_settings, best_trials
 
 STYLES = {"finished": "green", "failed": "red", "paused": "dim", "ended": "dim"}
 
@@ -57,7 +57,8 @@ class SweepScreen:
         wall = [f"{trial.wall_s:.1f} s"] if trial.wall_s else []
         own = settings_text({key: brief(value) for key, value in trial.settings.items()})
         parts = [own, *([f"step {trial.step}"] if trial.step else []), *values, *wall]
-        text = f"trial {trial.number}: {trial.state}{mark}  {'  '.join(parts)}"
+        number = f"{trial.number} (added by hand)" if trial.added else f"{trial.number}"
+        text = f"trial {number}: {trial.state}{mark}  {'  '.join(parts)}"
         self.say(text + (f"\n  {trial.why}" if trial.why else ""), STYLES.get(trial.state, ""))
 
     def draw(self, trials: Sequence[Trial], live: Mapping[int, WatchedTrial]) -> None:
@@ -79,7 +80,7 @@ def table_rows(
 
     The settings come last: a terminal that is too narrow cuts them off, not the objectives.
     """
-    keys = list(trials[0].settings)
+    keys = all_settings(trials)
     leaders = best_trials(trials, wanted)
     yield ["trial", "state", "step", *(each.name for each in wanted), *keys]
     under_way = [trial for trial in trials if trial.number in live]
@@ -93,10 +94,10 @@ def table_rows(
         mark = "*" if trial in leaders else ""
         yield [
             f"{trial.number}{mark}",
-            trial.state,
+            trial.state + (", added" if trial.added else ""),
             f"{now.step if now else trial.step}" + (f"/{total}" if total else ""),
             *(number_text(values[each.name]) if each.name in values else "" for each in wanted),
-            *(brief(trial.settings[key]) for key in keys),
+            *(brief(trial.settings.get(key, "")) for key in keys),
         ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,6 +69,8 @@ class Trial:
     """Seconds in which the trial ran."""
     dir: str = ""
     """The run folder, relative to the folder of the sweep."""
+    added: str = ""
+    """The request of a person that the trial comes from; empty if the sampler proposed it."""
 
     def to_json(self) -> Mapping[str, Any]:
         """Return the record as plain JSON; numbers that JSON lacks become text."""
@@ -127,6 +129,11 @@ class WatchedTrial:
                 reported = bool(values_of(self._wanted[:1], happened.values))
                 return reported and happened.step is not None
         return False
+
+
+def all_settings(trials: Iterable[Trial], keys: Iterable[str] = ()) -> list[str]:
+    """Return `keys`, then the other settings of these trials: an added one may have more."""
+    return [*dict.fromkeys([*keys, *(key for trial in trials for key in trial.settings)])]
 
 
 def values_of(wanted: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[str, float]:

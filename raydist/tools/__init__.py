@@ -44,6 +44,7 @@ Each takes the same overrides as `python -m raydist.train`.
                           its log
     sweep.py              The command `raydist sweep`: run a job with many settings, ending bad
                           trials early
+    sweep_add.py          The command `raydist sweep add`: add trials to a sweep, by their settings
     warm.py               The command `raydist warm`: list the fork servers that nodes keep for the
                           next run
     watch.py              The command `raydist watch`: the page of a run or sweep, by folder,

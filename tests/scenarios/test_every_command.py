@@ -36,6 +36,7 @@ NOT_HERE = {
     r"tools\.submit|--job|--address": "no dashboard; tests/scenarios/test_submit_rig.py and "
     "test_watch_rig.py have one",
     r"tools\.(ranks|stacks|exec|debug|profile|save|set|stop)": "a run that runs; tests/scenarios/test_operate.py types them",
+    r"tools\.sweep add": "the folder of a sweep; tests/scenarios/test_sweep_add.py adds to one",
     r"tools\.queue": "runs that wait; tests/scenarios/test_queue.py types it",
     r"_sweep$": "the folder of a sweep; tests/scenarios/test_sweep.py resumes one, "
     "test_sweep_watched.py shows one",

@@ -20,6 +20,7 @@ from raydist.shared.errors import ConfigError, Stopped
 from raydist.sweeps import room, rules
 from raydist.sweeps.conduct import Conductor, Over, Reached, Setup
 from raydist.sweeps.folder import Folder, read_trials
+from raydist.sweeps.requests import write_request
 from raydist.sweeps.rules import Prune, next_trial, verdict
 from raydist.sweeps.table import SweepScreen
 from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
@@ -186,6 +187,43 @@ def test_a_trial_whose_folder_was_deleted_keeps_its_number(
     for number in (5, 6):
         shutil.rmtree(tmp_path / str(number))
     assert started(Sweep(parallel=2)) == [3, 5]  # of trial 3 nothing is left
+
+
+def test_added_trials_come_first_and_once_though_the_driver_dies_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job)
+    monkeypatch.setattr(room, "check_can_ever_fit", lambda job: None)
+
+    def started() -> list[int]:
+        """Return what a driver starts that is killed then."""
+        space: Any = AnySpace()
+        screen, folder = SweepScreen(Watch(progress="none"), ()), Folder(tmp_path)
+        setup = Setup(
+            space, InOrder(), Sweep(parallel=2), 3, (), folder, screen, lambda trials: None
+        )
+        conductor = Unrun(setup, read_trials(tmp_path))
+        conductor._take_added()
+        while conductor._start_next():
+            for live in conductor._live.values():
+                live.thread.join()
+        folder.close()
+        return [*conductor._live]
+
+    assert started() == [0, 1]
+    name = write_request(tmp_path, [{"lr": "5"}, {"lr": "6"}])
+    for _ in range(2):  # the first driver was killed between the two
+        assert started() == [3, 4]
+        assert read_trials(tmp_path)[4].added == name
+        shutil.rmtree(tmp_path / "4")
+        folder = Folder(tmp_path)
+        folder.note(replace(read_trials(tmp_path)[3], state="waiting"))
+        folder.close()
+    assert started() == [3, 4]
+    assert started() == [2]
+    trials = read_trials(tmp_path)
+    assert [trial.added for trial in trials.values()] == ["", "", "", name, name]
+    assert trials[4].settings == {"lr": "6"}
 
 
 def verdicts() -> Iterator[tuple[str, list[Trial], Prune, bool, str]]:

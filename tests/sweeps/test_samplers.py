@@ -161,6 +161,34 @@ def test_a_resumed_trial_is_told_twice_and_the_settings_have_their_importance(
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.parametrize("name", ["tpe", "cmaes", "nsga2"])
+def test_optuna_learns_of_added_trials_of_its_space_once(name: str, tmp_path: Path) -> None:
+    sampler = opened(tmp_path, name, ONE)
+    assert isinstance(sampler, optuna_study.OptunaSampler)
+    trials = proposals(sampler, 0, 6, ONE)
+    own = {"optim.lr": "0.01", "data.batch_size": "16"}
+    added = Trial(TRIALS, own, added="x", curve=((1, 0.5),))
+    for number, other in enumerate(({"optim.lr": "3"}, {"seed": "1"}, {"data.batch_size": "9.5"})):
+        outside = {**own, **other}
+        wrong = Trial(TRIALS + 1 + number, outside, "finished", values={"loss": 0}, added="x")
+        sampler.tell(wrong)
+    for state in ("paused", "paused", "finished", "finished"):
+        values_now = {"loss": 0.0} if state == "finished" else {}
+        sampler.tell(replace(added, state=state, values=values_now))
+    trials += proposals(sampler, 6, 8, ONE)
+    told = sampler._study.get_trials()[6:-2]
+    assert [(each.state.name, each.values, each.params) for each in told] == [
+        ("PRUNED", None, {"optim.lr": 0.01, "data.batch_size": 16}),
+        ("COMPLETE", [0.0], {"optim.lr": 0.01, "data.batch_size": 16}),
+    ]
+    again = opened(tmp_path, name, ONE)
+    assert [again.propose(number) for number in range(8)] == [each.settings for each in trials]
+    space = Space(SweepConfig([LOG, WHOLE]))
+    done = replace(added, state="finished", values={"loss": 0.0})
+    counted = optuna_study.weighable(space.parts, objectives(ONE), [*trials, done, wrong])
+    assert counted == [*trials, done]
+
+
 def test_the_importance_of_a_running_sweep_is_computed_now_and_then(tmp_path: Path) -> None:
     """In a child process, from few trials on, and not again for each one that finishes."""
     space, changed = Space(SweepConfig([LOG, WHOLE, CHOICE])), threading.Event()

@@ -135,6 +135,15 @@ def test_a_page_gets_the_curves_of_one_name_and_again_only_those_that_changed(
     )  # without time: what is there
 
 
+def test_a_trial_that_a_person_added_is_marked_and_may_have_more_settings(tmp_path: Path) -> None:
+    own = record(0, "finished", {"loss": 0.5}, lr="1")
+    added = {**record(2, "finished", {"loss": 0.7}, lr="3", epochs="9"), "added": "a request"}
+    shown = section(FollowedSweep(sweep_json(tmp_path / "s", [own, added], {"lr": "1,2"})))
+    assert [(each["trial"], each["added"]) for each in shown["trials"]] == [(0, False), (2, True)]
+    assert shown["keys"] == ["lr", "epochs"]
+    assert shown["axes"][0] == vars(Axis("lr", "choice", ["1", "3"]))
+
+
 def say(folder: Path, *steps: int) -> None:
     """Reports of a trial."""
     with Events(folder / "events.jsonl") as events:

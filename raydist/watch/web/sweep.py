@@ -56,6 +56,8 @@ class TrialShown:
     wall_s: float
     why: str = ""
     best: bool = False
+    added: bool = False
+    """Whether a person added the trial; it may have other settings than those of the space."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class FollowedSweep:
             "sampler": summary["sampler"],
             "prune": summary["prune"],
             "importance": summary["importance"],
-            "keys": [*summary["space"]],
+            "keys": all_keys(summary),
             "trials": [vars(trial) for trial in trials],
             "axes": [vars(axis) for axis in axes(trials, summary)],
         }
@@ -270,6 +272,12 @@ def is_sweep(folder: Path) -> bool:
     return (folder / SUMMARY).is_file()
 
 
+def all_keys(summary: Mapping[str, Any]) -> list[str]:
+    """Return the settings that differ, then those that only trials added by hand have."""
+    own = (key for trial in summary["trials"] for key in trial["settings"])
+    return list(dict.fromkeys([*summary["space"], *own]))
+
+
 def trials_shown(summary: Mapping[str, Any]) -> list[TrialShown]:
     """Return the trials of sweep.json."""
     names, best = [each["name"] for each in summary["objectives"]], summary["best"]
@@ -284,6 +292,7 @@ def trials_shown(summary: Mapping[str, Any]) -> list[TrialShown]:
             round(each["wall_s"], 1),
             each["why"],
             each["number"] in best,
+            bool(each.get("added")),
         )
         for each in summary["trials"]
         if NAME.fullmatch(each["dir"])

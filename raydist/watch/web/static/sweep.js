@@ -4,7 +4,7 @@ let sweep = null, lit = null, plot = null, zoomed = false;
 const brushes = new Map();  // by the name of an axis: the part of it that counts, as [from, to], 0 below and 1 above
 const within = $("#parallel").parentElement;
 const brief = (text) => /^-?\d*\.?\d+(e[-+]?\d+)?$/i.test(text) && text.length > 6 ? four(text) : text;
-const label = (trial) => `trial ${trial.trial}: ${sweep.keys.map((key) => `${key}=${brief(trial.settings[key] ?? "")}`).join(" ")}`;
+const label = (trial) => `trial ${trial.trial}: ${sweep.keys.filter((key) => key in trial.settings).map((key) => `${key}=${brief(trial.settings[key])}`).join(" ")}`;
 const value = (trial, axis) => axis.objective ? trial.values[axis.name] : axis.kind === "choice" ? trial.settings[axis.name] : Number(trial.settings[axis.name]);
 
 // --- colours: the best stands out, the others are the paler the worse they are
@@ -123,7 +123,7 @@ function drawTable() {
     sweep.trials.map((trial) => [
       [page(trial) ? h("a", { href: page(trial), tabIndex: -1 }, trial.trial) : String(trial.trial), trial.best ? h("strong", { className: "best", title: "best" }, " ★") : ""],
       ...sweep.keys.map((key) => brief(trial.settings[key] ?? "")),
-      [h("span", { className: { finished: "good", failed: "bad", running: "busy" }[trial.state] || "" }, trial.state), trial.why ? h("div", { className: "faint why" }, trial.why.split("\n")[0]) : ""],
+      [h("span", { className: { finished: "good", failed: "bad", running: "busy" }[trial.state] || "" }, trial.state), trial.added ? h("div", { className: "faint" }, "added by hand") : "", trial.why ? h("div", { className: "faint why" }, trial.why.split("\n")[0]) : ""],
       trial.step || "", ...names.map((name) => four(trial.values[name])), trial.wall_s ? clock(trial.wall_s) : ""]));
   [...$("#trials tbody").children].forEach((row, i) => {
     const { trial } = sweep.trials[i];
