@@ -218,6 +218,8 @@ def main(
     if keep != "0" and sys.path[0] == os.getcwd():  # "/", where it was launched
         del sys.path[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
+    # A Ray worker has SIGINT blocked, and the ranks and commands would inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -943,6 +943,21 @@ def test_ranks_find_done_what_each_would_do_and_do_not_tidy_up(tmp_path: Path) -
     node.close()
 
 
+def test_ctrl_c_reaches_a_program_though_a_ray_worker_blocks_sigint(tmp_path: Path) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        node = Node(tmp_path / "f")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    line = node.dial()
+    with (tmp_path / "log").open("w") as log:
+        interrupted = ("sh", "-c", "kill -INT $$; exit 3")
+        line.send(ProgramSpec(interrupted, {"PATH": os.environ["PATH"]}, "/"), (log.fileno(),))
+    line.receive(Forked)
+    assert line.receive(Ended).signal == signal.SIGINT
+    node.close()
+
+
 @pytest.mark.parametrize("mpi", [False, True])
 def test_segments_of_mpi_are_removed_only_after_a_program_of_mpi(tmp_path: Path, mpi: bool) -> None:
     """Another container with the same /dev/shm has processes that map them, and that are not in
