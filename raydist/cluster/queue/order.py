@@ -101,14 +101,14 @@ def room_by_limits(
 ) -> float | None:
     """Return when the first run in line has room at the latest, in seconds since the epoch.
 
-    Runs that have been asked give their room back now, and others at the end of their limit. None
-    if that is not enough.
+    Runs that make way give their room back at the end of their limit. None if that is not enough,
+    or if no limit matters: those that have been asked leave now.
     """
     leaving = [each for each in placed if leaves(each, asked)]
     free = with_back(free, leaving)
     limited = [each for each in placed if each not in leaving and each.makes_way_for(entry, inf)]
     if place_bundles(entry.demand, free, nodes) is not None:
-        return now
+        return None
     for each in sorted(limited, key=lambda each: each.ends):
         if each.ends == inf:
             break
