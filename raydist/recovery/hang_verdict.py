@@ -236,17 +236,32 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
     comparable = len({group for group, *_ in same}) == 1 and not any(
         (rank.waits_in or {}).get("is_p2p") for rank in ranks
     )
-    # A rank whose number is higher has completed those before with the others. These are behind,
-    # and may only lack the CPU: with a load of 50 none made a step between two looks.
-    behind = len({number for _, number, *_ in same}) > 1
+    # A rank may be ahead by a number: those behind have called the same ones, and may only lack the
+    # CPU. With a load of 50 none of them made a step between two looks.
+    mismatched = _mismatched(ranks)
     odd = min(kinds.values(), key=lambda own: (len(own), -own[0].rank))
     parts = [f"{name(own)} {verb_wait(own)} in {words}{at(own[0])}" for words, own in kinds.items()]
     return Diagnosis(
         "the ranks wait in different collectives: " + "; ".join(parts),
         rank_numbers(odd),
-        certain=comparable and not behind,
-        if_it_lasts=comparable and behind,
+        certain=comparable and mismatched,
+        if_it_lasts=comparable and not mismatched,
     )
+
+
+def _mismatched(ranks: Sequence[RankState]) -> bool:
+    """Return whether ranks have called different collectives under one number of a group.
+
+    gloo may let some of them go on to the next number: with another size, for example.
+    """
+    called: dict[tuple[str, Any], dict[int, tuple[Any, ...]]] = {}
+    for rank in ranks:
+        for call in rank.collectives:
+            if not call.get("is_p2p"):
+                number = _group(call), call.get("collective_seq_id")
+                # NCCL's coalesced calls have one number: the first counts.
+                called.setdefault(number, {}).setdefault(rank.rank, collective_key(call))
+    return any(len(set(keys.values())) > 1 for keys in called.values())
 
 
 def _apart(ranks: Sequence[RankState]) -> Diagnosis | None:

@@ -104,6 +104,14 @@ def test_a_rank_that_is_behind_may_only_lack_the_cpu() -> None:
     assert (verdict.culprits, verdict.certain, verdict.if_it_lasts) == ((1,), False, True)
 
 
+def test_a_rank_that_is_ahead_after_another_collective_is_certain() -> None:
+    ahead = waits(0, entry(11, done=True), entry(12))
+    verdict = diagnose([ahead, waits(1, entry(11, sizes=((5,),))), replace(ahead, rank=2)])
+    assert (verdict.culprits, verdict.certain) == ((1,), True)
+    alike = diagnose([ahead, waits(1, entry(11)), replace(ahead, rank=2)])
+    assert (alike.certain, alike.if_it_lasts) == (False, True)
+
+
 def test_other_sizes_count_where_they_must_be_equal_and_only_there() -> None:
     assert diagnose([waits(0, entry(10)), waits(1, entry(10, sizes=((5,),)))]).certain
     uneven = [waits(rank, entry(10, "all_to_all", sizes=((rank,),))) for rank in range(2)]
