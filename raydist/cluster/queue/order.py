@@ -67,6 +67,8 @@ def order_runs(
     entries = list(entries)
     line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
     placed = [each for each in entries if each.has_room]
+    leaving = [each for each in placed if each.state == LEAVING or each.id in asked]
+    staying = [each for each in placed if each not in leaving]
     free = cluster.free
     verdicts: dict[str, Verdict] = {}
     for place, entry in enumerate(line):
@@ -79,9 +81,13 @@ def order_runs(
             # The autoscaler learns of a demand from a placement group that waits: only from this.
             verdicts[entry.id] = Verdict(True)
         else:
-            asks = make_way(entry, placed, free, cluster.nodes, asked, now)
             reason = why_it_waits(entry, placed, free, cluster.nodes)
-            room_at = room_by_limits(entry, placed, free, cluster.nodes, asked, now)
+            asks: tuple[str, ...] = ()
+            room_at: float | None = None
+            soon = with_back(free, leaving)
+            if place_bundles(entry.demand, soon, cluster.nodes) is None:
+                asks = make_way(entry, staying, soon, cluster.nodes, now)
+                room_at = room_by_limits(entry, staying, soon, cluster.nodes, now)
             verdicts[entry.id] = Verdict(False, reason, first=True, asks=asks, room_at=room_at)
         verdicts |= {each.id: Verdict(False, text) for each, text in behind(line, place)}
         if (room_at := verdicts[entry.id].room_at) is not None:
@@ -92,26 +98,15 @@ def order_runs(
 
 
 def room_by_limits(
-    entry: Entry,
-    placed: Sequence[Entry],
-    free: Free,
-    nodes: Sequence[Node],
-    asked: Collection[str],
-    now: float,
+    entry: Entry, staying: Sequence[Entry], free: Free, nodes: Sequence[Node], now: float
 ) -> float | None:
     """Return when the first run in line has room at the latest, in seconds since the epoch.
 
-    Runs that make way give their room back at the end of their limit. None if that is not enough,
-    or if no limit matters: those that have been asked leave now.
+    Runs that make way give their room back at the end of their limit; None if that is not enough.
+    `free`: once those that have been asked have left; the others are `staying`.
     """
-    leaving = [each for each in placed if leaves(each, asked)]
-    free = with_back(free, leaving)
-    limited = [each for each in placed if each not in leaving and each.makes_way_for(entry, inf)]
-    if place_bundles(entry.demand, free, nodes) is not None:
-        return None
+    limited = [each for each in staying if each.ends < inf and each.makes_way_for(entry, inf)]
     for each in sorted(limited, key=lambda each: each.ends):
-        if each.ends == inf:
-            break
         free = with_back(free, [each])
         if place_bundles(entry.demand, free, nodes) is not None:
             return max(now, each.ends)
@@ -187,22 +182,15 @@ def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
 
 
 def make_way(
-    entry: Entry,
-    placed: Sequence[Entry],
-    free: Free,
-    nodes: Sequence[Node],
-    asked: Collection[str],
-    now: float,
+    entry: Entry, staying: Sequence[Entry], free: Free, nodes: Sequence[Node], now: float
 ) -> tuple[str, ...]:
-    """Return the ids of further runs that must make way so that this one fits; () if none need to.
+    """Return the ids of further runs that must make way so that this one fits.
 
-    Also () if it would not fit even then. The run that loses least makes way: the lowest priority
-    first, then the one that was placed last.
+    () if it would not fit even then. The run that loses least makes way: the lowest priority
+    first, then the one that was placed last. `free`: once those that have been asked have left; the
+    others are `staying`.
     """
-    free = with_back(free, [each for each in placed if leaves(each, asked)])
-    if place_bundles(entry.demand, free, nodes) is not None:
-        return ()
-    able = [each for each in placed if not leaves(each, asked) and each.makes_way_for(entry, now)]
+    able = [each for each in staying if each.makes_way_for(entry, now)]
     chosen: list[Entry] = []
     for each in sorted(able, key=lambda each: (each.priority, -each.placed)):
         chosen.append(each)
@@ -216,11 +204,6 @@ def make_way(
         if place_bundles(entry.demand, with_back(free, fewer), nodes) is not None:
             chosen = fewer
     return tuple(each.id for each in chosen)
-
-
-def leaves(entry: Entry, asked: Collection[str]) -> bool:
-    """Return whether a placed run is about to give its room back."""
-    return entry.state == LEAVING or entry.id in asked
 
 
 def with_back(free: Free, entries: Iterable[Entry]) -> Free:

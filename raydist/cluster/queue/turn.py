@@ -223,18 +223,17 @@ class QueuedTurn(Turn):
     def _follow(self, instruction: Instruction) -> None:
         """Do what a person wants of this run."""
         typed = f"`raydist queue {instruction.act}` of {instruction.by}"
-        match instruction.act:
-            case act if act == MOVE:
-                self._change(priority=instruction.priority)
-            case act if act == RESUME:
-                self._change(paused_by="")
-            case act if act in (PAUSE, CANCEL):
-                if act == PAUSE:
-                    self._change(paused_by=instruction.by)
-                else:
-                    self._ends = typed
-                if self._own.state == RUNNING:
-                    self._leave(typed)
+        if instruction.act == MOVE:
+            self._change(priority=instruction.priority)
+        elif instruction.act == RESUME:
+            self._change(paused_by="")
+        elif instruction.act in (PAUSE, CANCEL):
+            if instruction.act == PAUSE:
+                self._change(paused_by=instruction.by)
+            else:
+                self._ends = typed
+            if self._own.state == RUNNING:
+                self._leave(typed)
 
     def _leave(self, wanted_by: str, **fields: Any) -> None:
         self._wanted_by = wanted_by
