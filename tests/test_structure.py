@@ -129,7 +129,6 @@ def test_the_root_is_the_way_of_a_job() -> None:
         name if (PACKAGE / name).is_dir() else f"{name}.py" for name in PACKAGES.split()[:-1]
     }
     assert entries == expected | {"__init__.py"}
-    assert len(entries) <= 20
 
 
 @pytest.mark.parametrize("name", modules())
@@ -288,11 +287,6 @@ def test_no_line_is_packed_by_hand() -> None:
     assert [name for name, path in modules().items() if "# fmt:" in path.read_text()] == []
 
 
-def test_few_dictionaries_have_values_of_any_type() -> None:
-    """Data with fixed keys is a dataclass, a NamedTuple or a TypedDict."""
-    assert sum(path.read_text().count("dict[str, Any]") for path in modules().values()) <= 40
-
-
 def test_names_of_variables_stand_in_one_file() -> None:
     """Of raydist's own. mpi_child.py runs without this package; an `-m` of a shell has no names."""
     apart = {"shared/env_names.py", "node/mpi_child.py", "node/mpi_agent.py", "network/mpi.py"}
@@ -310,13 +304,22 @@ def test_names_of_tests_have_at_most_80_characters() -> None:
     assert [name for name in names if len(name) > 80] == []
 
 
-def test_the_public_face_is_small_and_complete() -> None:
+def test_the_public_face_is_sorted_and_complete() -> None:
     import raydist
 
     assert raydist.__all__ == sorted(raydist.__all__)
-    assert len(raydist.__all__) <= 24
     for name in raydist.__all__:
         assert getattr(raydist, name) is not None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.py")), ids=lambda path: path.stem)
+def test_jobs_import_the_public_face_only(path: Path) -> None:
+    """What they need of raydist, a user's job can import, too."""
+    import raydist
+
+    public = {"raydist", *(f"raydist.{name}" for name in raydist.__all__)}
+    ours = {name for name, _ in imported(path) if name.partition(".")[0] == "raydist"}
+    assert ours <= public
 
 
 def after(statement: str) -> set[str]:
