@@ -34,7 +34,7 @@ KEEP_S = 30 * 86400.0
 """Seconds after which an incident is deleted."""
 COUNT_S = 7 * 86400.0
 """Seconds for which an incident counts: after that the node may have been repaired."""
-MOST = 500
+MAX_INCIDENTS = 500
 """Maximum number of incidents in the file: the newest are kept."""
 REPEATED = 2
 """A node is avoided after incidents in this many runs; a single one may be an accident."""
@@ -129,7 +129,7 @@ def note_incidents(path: Path | None, new: Sequence[NodeIncident], now: float) -
     with contextlib.suppress(OSError), _locked(path):
         kept = [
             incident for incident in [*read_incidents(path), *new] if now - incident.at < KEEP_S
-        ][-MOST:]
+        ][-MAX_INCIDENTS:]
         with tempfile.NamedTemporaryFile(
             "w", dir=path.parent, delete=False, encoding="utf-8"
         ) as temporary:

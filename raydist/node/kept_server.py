@@ -43,7 +43,7 @@ CLAIM_S = 1.0
 CHECK_S = 10.0
 """Limit on the wait for a server that checks whether the files of its modules have changed:
 thousands of files, at a millisecond each on a network file system. Importing them takes longer."""
-MOST = 4
+MAX_SERVERS = 4
 """Maximum servers of a user on a node: each takes a few hundred MB."""
 VOLATILE = (
     "RAY_",
@@ -133,7 +133,7 @@ def obtain(
 def end_surplus() -> None:
     """End the oldest free servers, to make room for one more."""
     known = kept_servers()  # this removes the folders of dead servers
-    surplus = len(known) + 1 - MOST
+    surplus = len(known) + 1 - MAX_SERVERS
     for oldest in [each for each in known if each.free][: max(0, surplus)]:
         end(oldest.folder)
 

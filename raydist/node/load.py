@@ -12,7 +12,7 @@ from raydist.node.counters import read_counters
 FIRST_S = 0.2
 """Seconds over which the first CPU share is taken; each later one is the mean since the previous
 reading."""
-MOST_PORTS = 16
+MAX_PORTS = 16
 """Maximum reported ports, those with the most bytes: a host of containers has hundreds of virtual
 interfaces."""
 
@@ -64,7 +64,7 @@ def read_ports() -> dict[str, tuple[int, int]]:
         for name, port in read_counters().items()
         if port["active"] and port["received"] is not None and port["sent"] is not None
     }
-    busiest = sorted(ports, key=lambda name: -sum(ports[name]))[:MOST_PORTS]
+    busiest = sorted(ports, key=lambda name: -sum(ports[name]))[:MAX_PORTS]
     return {name: ports[name] for name in sorted(busiest)}
 
 

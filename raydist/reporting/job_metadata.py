@@ -18,7 +18,7 @@ from raydist.shared.kinds import Event
 
 OVERRIDES = "raydist.words"
 """Key of the job's command line, which tools.submit sets."""
-MOST = 40
+MAX_METRICS = 40
 """Maximum number of metrics that are written; result.json has all of them."""
 LONGEST = 300
 """Maximum number of characters of the culprit's line."""
@@ -41,7 +41,7 @@ def result_metadata(result: Mapping[str, Any]) -> dict[str, str]:
         "culprit": result["failure"].partition("\n")[0][:LONGEST],
     }
     numbers = [(name, value) for name, value in result["metrics"].items() if is_number(value)]
-    texts |= {f"metrics.{name}": f"{float(value):.6g}" for name, value in numbers[:MOST]}
+    texts |= {f"metrics.{name}": f"{float(value):.6g}" for name, value in numbers[:MAX_METRICS]}
     return {f"raydist.{name}": text for name, text in texts.items() if text}
 
 

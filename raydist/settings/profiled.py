@@ -6,7 +6,7 @@ import re
 
 from raydist.shared.errors import ConfigError
 
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 """A profile has megabytes for each rank and second."""
 
 
@@ -22,8 +22,8 @@ def steps_to_profile(text: str) -> tuple[int, int] | None:
         why = "step 1 loads and compiles, and is not profiled"
     elif last < first:
         why = "the last step is before the first"
-    elif last - first >= MOST_STEPS:
-        why = f"at most {MOST_STEPS} steps are profiled"
+    elif last - first >= MAX_STEPS:
+        why = f"at most {MAX_STEPS} steps are profiled"
     else:
         return first, last
     example = f"{max(2, first)}..{max(2, first) + 5}" if found else "100..105"

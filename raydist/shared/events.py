@@ -33,7 +33,7 @@ OTHERS = (1 << 20, 50.0)
 
 E = TypeVar("E", bound=Event)
 Reader = Callable[[Event], None]
-OWED_MOST = 1 << 24
+MAX_OWED = 1 << 24
 """Bytes of events that are kept in memory while the disk is full. Later ones reach only readers."""
 
 
@@ -98,7 +98,7 @@ class Events(AbstractContextManager["Events"]):
         """Append one event. When this returns, the kernel has the line.
 
         The line thus survives a SIGKILL of the driver. A full disk does not end the run: up to
-        `OWED_MOST` bytes of lines are kept in memory until they can be written.
+        `MAX_OWED` bytes of lines are kept in memory until they can be written.
         """
         line = json.dumps(new.to_json(), default=str)
         with self._lock:
@@ -118,7 +118,7 @@ class Events(AbstractContextManager["Events"]):
         return left_out + line
 
     def _write(self, line: bytes) -> None:
-        if len(self._owed) < OWED_MOST:
+        if len(self._owed) < MAX_OWED:
             self._owed += line
         try:
             while self._owed:

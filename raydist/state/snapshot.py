@@ -61,7 +61,7 @@ TENSOR = "\0tensor"
 ALIGN = 64
 SLACK = 1 << 16
 """Bytes by which the description may grow before a slot has to move."""
-MOST = 0.4
+MAX_SLOT = 0.4
 """Limit on the fraction of the free memory that one slot may take: there are two, and the job needs
 memory too."""
 
@@ -345,7 +345,7 @@ class SnapshotBuffer:
         _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         write_words(self._page, at_slot(slot), -1)
         if (need := size + length) > room:
-            if need > MOST * (left := memory_left()):
+            if need > MAX_SLOT * (left := memory_left()):
                 raise NoRoom(
                     f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory "
                     "are free"

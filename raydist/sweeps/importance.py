@@ -20,7 +20,7 @@ from raydist.sweeps.trial import Objective, Trial
 
 GROWTH = 1.1
 """It is computed again once there are this many times the finished trials of the last time."""
-MOST = 200
+MAX_TRIALS = 200
 """Maximum number of finished trials that it is computed from.
 
 fANOVA takes more than a second of a core for so many; at the end of the sweep all are used.
@@ -33,8 +33,8 @@ def next_count(done: int) -> int:
 
 
 def some(trials: Sequence[Trial]) -> list[Trial]:
-    """Return at most MOST of these trials, spread evenly, with the last one."""
-    every = math.ceil(len(trials) / MOST) or 1
+    """Return at most MAX_TRIALS of these trials, spread evenly, with the last one."""
+    every = math.ceil(len(trials) / MAX_TRIALS) or 1
     return [*trials[::-1][::every]][::-1]
 
 

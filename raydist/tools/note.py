@@ -18,7 +18,7 @@ from raydist.state import object_store
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch.web.run_note import (
     LONGEST,
-    MOST_TAGS,
+    MAX_TAGS,
     RunNote,
     changed_note,
     read_note,
@@ -69,9 +69,9 @@ def note(arguments: argparse.Namespace) -> int:
         )
     kept = RunNote() if arguments.clear else before
     after = changed_note(kept, text, arguments.tag, arguments.untag)
-    if len(after.tags) > MOST_TAGS:
+    if len(after.tags) > MAX_TAGS:
         raise ConfigError.of(
-            "--tag", arguments.tag[-1], f"a run has at most {MOST_TAGS} tags", "--untag NAME first"
+            "--tag", arguments.tag[-1], f"a run has at most {MAX_TAGS} tags", "--untag NAME first"
         )
     if arguments.clear or text is not None or arguments.tag or arguments.untag:
         try:

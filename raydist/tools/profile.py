@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from raydist.messages.operate import MakeProfile, TextReply
-from raydist.settings.profiled import MOST_STEPS
+from raydist.settings.profiled import MAX_STEPS
 from raydist.shared.errors import ConfigError
 from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, receive, run_and_ranks, run_parser, take_options
@@ -23,7 +23,7 @@ GPU.
     raydist profile rank=0,3 steps=2 memory=true
     raydist profile seconds=2
 """
-MOST_S = 60.0
+MAX_S = 60.0
 """A profile has megabytes for each rank and second."""
 
 
@@ -61,13 +61,13 @@ def make_request(options: dict[str, str], ranks: Sequence[int]) -> MakeProfile:
     if "seconds" in options:
         text = options["seconds"]
         seconds = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
-        if not 0 < seconds <= MOST_S:
-            cause = f"must be more than 0, and {MOST_S:g} or less"
+        if not 0 < seconds <= MAX_S:
+            cause = f"must be more than 0, and {MAX_S:g} or less"
             raise ConfigError.of("seconds", text, cause, "seconds=2")
         return MakeProfile(ranks, 0, seconds, memory == "true")
     text = options.get("steps", "5")
-    if not text.isdecimal() or not 0 < int(text) <= MOST_STEPS:
-        raise ConfigError.of("steps", text, f"must be 1 to {MOST_STEPS}", "steps=5")
+    if not text.isdecimal() or not 0 < int(text) <= MAX_STEPS:
+        raise ConfigError.of("steps", text, f"must be 1 to {MAX_STEPS}", "steps=5")
     return MakeProfile(ranks, int(text), 0.0, memory == "true")
 
 

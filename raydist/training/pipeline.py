@@ -42,7 +42,7 @@ DTYPES = (
     torch.bool,
 )
 """The dtypes that a model may output, by the number that the ranks exchange."""
-MOST_DIMS = 8
+MAX_DIMS = 8
 """Limit on the dimensions of the output."""
 
 
@@ -233,7 +233,7 @@ class Pipeline(nn.Module):
         """Return the model's output, a tensor, on all ranks. All ranks must call it."""
         output = self(*inputs)
         # Numbers, because torch's collectives of objects unpickle them.
-        facts = torch.zeros(2 + MOST_DIMS, dtype=torch.int64)
+        facts = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
         if self._last:
             facts[: 2 + output.dim()] = torch.tensor(
                 [DTYPES.index(output.dtype), output.dim(), *output.shape]

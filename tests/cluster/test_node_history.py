@@ -13,7 +13,7 @@ from raydist.cluster import node_history
 from raydist.cluster.node_history import (
     COUNT_S,
     KEEP_S,
-    MOST,
+    MAX_INCIDENTS,
     NodeIncident,
     avoidable,
     incident_kind,
@@ -130,8 +130,10 @@ def test_the_file_keeps_what_is_new_and_not_too_much(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "nodes.json"
     note_incidents(path, [offence(1, "old", ago=KEEP_S + 1), offence(1, "a")], NOW)
     assert [each.run for each in read_incidents(path)] == ["a"]
-    note_incidents(path, [offence(1, str(number)) for number in range(MOST)], NOW)
-    assert [each.run for each in read_incidents(path)] == [str(number) for number in range(MOST)]
+    note_incidents(path, [offence(1, str(number)) for number in range(MAX_INCIDENTS)], NOW)
+    assert [each.run for each in read_incidents(path)] == [
+        str(number) for number in range(MAX_INCIDENTS)
+    ]
     assert [left.name for left in path.parent.iterdir() if left.suffix != ".lock"] == ["nodes.json"]
 
 

@@ -24,7 +24,7 @@ TURN_S = 0.3
 """Seconds of folding after which viewers get the progress."""
 TAIL = 1 << 17
 """Bytes at the end of a log that a viewer gets before its new lines."""
-MOST_SHOWN = 4 * SHOWN
+MAX_SHOWN = 4 * SHOWN
 """Maximum number of points of a curve in a page: beyond it, the page gets a thinned curve."""
 HEAD = 256
 """Bytes at the beginning of a file that distinguish it from a later file of the same name."""
@@ -321,7 +321,7 @@ class Viewer:
             known is None
             or known.curve is not curve
             or known.cuts != curve.cuts
-            or known.points + added > MOST_SHOWN
+            or known.points + added > MAX_SHOWN
         ):
             piece = curve.piece()
             self.points[name] = Shown(curve, curve.cuts, count, len(piece.steps))

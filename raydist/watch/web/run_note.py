@@ -14,7 +14,7 @@ NOTE = "note.json"
 """The file of a run's note and tags, in its folder."""
 LONGEST = 10_000
 """Maximum number of characters of a note that is read."""
-MOST_TAGS = 50
+MAX_TAGS = 50
 
 
 class RunNote(NamedTuple):
@@ -29,7 +29,7 @@ def read_note(folder: Path) -> RunNote:
     try:
         found = json.loads((folder / NOTE).read_text(encoding="utf-8"))
         tags = [str(tag) for tag in found["tags"]]
-        return RunNote(str(found["text"])[:LONGEST], tags[:MOST_TAGS])
+        return RunNote(str(found["text"])[:LONGEST], tags[:MAX_TAGS])
     except (OSError, ValueError, TypeError, KeyError):
         return RunNote()
 

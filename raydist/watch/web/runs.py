@@ -24,7 +24,7 @@ TAIL = 1 << 16
 It is more if the last line is longer.
 """
 ENDINGS = [f'"kind": "{each.kind}"'.encode() for each in (kinds.Result, kinds.Run, kinds.Report)]
-MOST = 500
+MAX_RUNS = 500
 """Maximum number of runs in a list, the newest first."""
 
 
@@ -57,7 +57,7 @@ def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
     of the wanted kind.
     """
     paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in root.glob(depth + file)]
-    newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MOST]
+    newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_RUNS]
     return {str(path.parent.relative_to(root)): path.parent for path in newest}
 
 
@@ -143,13 +143,13 @@ class RunEnd(NamedTuple):
     values: dict[str, float]
 
 
-@functools.lru_cache(maxsize=MOST)
+@functools.lru_cache(maxsize=MAX_RUNS)
 def settings_of(folder: Path, changed: int) -> dict[str, str]:
     """Return all settings of a run. `changed`: when the file was, so that it is read again then."""
     return read_settings(folder).values
 
 
-@functools.lru_cache(maxsize=MOST)
+@functools.lru_cache(maxsize=MAX_RUNS)
 def last_of(path: Path, changed: int, size: int) -> RunEnd:
     """Return what the end of a run's events tells; it is read again after `changed` or `size`."""
     values: dict[str, float] = {}
