@@ -17,18 +17,22 @@ parser.add_argument("--parts", help="gpu: only these, as launch,recovery")
 parser.add_argument(
     "--commands", action="store_true", help="launch: whole commands, until they have exited"
 )
-asked = parser.parse_args()
+arguments = parser.parse_args()
 os.environ.pop(
     "PYTHONDONTWRITEBYTECODE", None
 )  # each side's files are compiled once, as those of installed packages
 tables = []
-for name in ["commands" if asked.commands and each == "launch" else each for each in asked.which]:
+for name in [
+    "commands" if arguments.commands and each == "launch" else each for each in arguments.which
+]:
     with_ranks = name in ("launch", "scripts", "commands")
-    more = {"ranks": tuple(int(ranks) for ranks in asked.ranks.split(","))} if with_ranks else {}
-    if name == "gpu" and asked.parts:
-        more = {"parts": asked.parts.split(",")}
+    more = (
+        {"ranks": tuple(int(ranks) for ranks in arguments.ranks.split(","))} if with_ranks else {}
+    )
+    if name == "gpu" and arguments.parts:
+        more = {"parts": arguments.parts.split(",")}
     tables.append(
         f"## {name}\n\n"
-        + "\n".join(import_module(f"bench.{name}").main(rounds=asked.rounds, **more))
+        + "\n".join(import_module(f"bench.{name}").main(rounds=arguments.rounds, **more))
     )
 print(f"\n{machine()}\n\n" + "\n\n".join(tables))

@@ -50,18 +50,18 @@ def job(
         return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
     figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
-    told = {"perplexity": math.exp(figures["test_loss"])}
-    told["bits_per_byte"] = (
+    report = {"perplexity": math.exp(figures["test_loss"])}
+    report["bits_per_byte"] = (
         figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
     )
     # only the last stage of a pipeline has the loss; ranks of a tp group have the same tokens
     if rate := raydist.sum_over_ranks(clock.tokens_per_s) / raydist.mesh(config).tp:
-        told["tokens_per_s"] = rate
+        report["tokens_per_s"] = rate
     if rate and per_token and me.device.type == "cuda":
         gpu = torch.cuda.get_device_name(me.device)
         if (share := models.utilization(rate, per_token, gpu, me.world_size)) is not None:
-            told["mfu"] = share
-    raydist.report(None, **told)
+            report["mfu"] = share
+    raydist.report(None, **report)
     begin = list(prompt.encode()) if pairs is None else pairs.encode([prompt.encode()]).tolist()
     known = 256 if pairs is None else len(pairs)
     # on all ranks: each may have a part of the model
@@ -69,7 +69,7 @@ def job(
     if me.rank == 0:
         written = (bytes(drawn) if pairs is None else pairs.decode(drawn)).decode(errors="replace")
         print(f"--- {sample} tokens after {prompt!r}\n{written}\n---")
-    return figures | told
+    return figures | report
 
 
 def read(root: str) -> Tensor:

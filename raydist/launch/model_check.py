@@ -38,11 +38,11 @@ class ModelCheck:
         Raises ConfigError if the answer comes at once and the model cannot be divided.
         """
         self._answer: IO[bytes] | None = None
-        if not divides(job.parallel) or "_target_" not in job.model or typed_ranks(job) == 1:
+        if not divides(job.parallel) or "_target_" not in job.model or ranks_by_settings(job) == 1:
             return
         if (server := warm_server.prepare(job)) is None:
             return
-        shape = typed_shape(job)
+        shape = shape_by_settings(job)
         path = tuple(map(os.path.abspath, sys.path))
         request = LookAtModel(job.model, job.parallel.blocks, shape.pp, shape.tp, path)
         answer, its_end = os.pipe()
@@ -85,14 +85,14 @@ class ModelCheck:
             self._answer = None
 
 
-def typed_ranks(job: Job) -> int | None:
+def ranks_by_settings(job: Job) -> int | None:
     """Return the number of ranks of a job, if the settings alone specify it."""
     scale = job.scale
     return None if scale.nodes is None or scale.per_node is None else scale.nodes * scale.per_node
 
 
-def typed_shape(job: Job) -> MeshShape:
+def shape_by_settings(job: Job) -> MeshShape:
     """Return how its model is divided, as far as the settings alone specify it."""
-    if (ranks := typed_ranks(job)) is None or job.scale.per_node is None:
+    if (ranks := ranks_by_settings(job)) is None or job.scale.per_node is None:
         return MeshShape(pp=job.parallel.pp or 1, tp=job.parallel.tp or 1)
     return mesh_shape(job.parallel, ranks, job.scale.per_node)

@@ -175,7 +175,7 @@ def own_newest(job: Job) -> str:
     return str(own.path.absolute()) if own else ""
 
 
-def events_beside(checkpoint: str, job: Job) -> Iterator[Event]:
+def events_of_checkpoint(checkpoint: str, job: Job) -> Iterator[Event]:
     """Yield the events in the run folder that a checkpoint is in; none if the folder has none."""
     path = parse_path(checkpoint)
     place = place_in_run(path)

@@ -248,14 +248,14 @@ def first_pages(descriptors: Mapping[int, int]) -> list[bytes]:
     return [os.pread(descriptor, PAGE, 0) for _, descriptor in sorted(descriptors.items())]
 
 
-def last_state(descriptors: Mapping[int, int], asked: WriteCheckpoint) -> SaveRequest | None:
+def last_state(descriptors: Mapping[int, int], write: WriteCheckpoint) -> SaveRequest | None:
     """Return the last snapshot as a checkpoint; None if the disk has that step or a later one."""
     import torch
 
     from raydist.state.snapshot import SnapshotBuffer
 
     memory = SnapshotBuffer(descriptors[0])
-    step = asked.step
+    step = write.step
     if step in memory.steps:
         # Not all ranks have a later one. This server would write it when its agents leave, and a
         # run would continue from it with other random numbers.
@@ -269,8 +269,8 @@ def last_state(descriptors: Mapping[int, int], asked: WriteCheckpoint) -> SaveRe
         return None
     loss = float(memory.read(slot, clone="none")["own"]["loss"])
     drawn = (
-        writer_requests.decoded(asked.random)
-        if step == asked.step
+        writer_requests.decoded(write.random)
+        if step == write.step
         else writer_requests.random_states(descriptors, step, request.world_size)
     )
     # Empty without those of all ranks: a run that continues from it seeds them anew.

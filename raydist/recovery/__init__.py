@@ -27,8 +27,6 @@ attempt or the reason why there is none.
                           them meet
     leave_monitor.py      Notices, while ranks train, that they must leave: for a drain, or for
                           another run
-    pace.py               Heartbeats -> whether a rank is silent for longer than its own steps
-                          explain
     phases.py             (phase of an attempt, what happens) -> the next phase, and what to do: a
                           table
     policy.py             (rule, attempts so far) -> retry in place, retry elsewhere, or give up and
@@ -39,6 +37,8 @@ attempt or the reason why there is none.
                           NCCL
     resize.py             Notices, while ranks train, that nodes have joined which the run can use
     silences.py           Which agents have not answered for too long
+    stall.py              Heartbeats -> whether a rank is silent for longer than its own steps
+                          explain
     straggler.py          Each rank's own work in a step, and its pauses -> the ranks that slow down
                           the others
     supervisor.py         Receives messages of all ranks until each ends; stops the others once one

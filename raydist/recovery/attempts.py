@@ -176,7 +176,7 @@ def settled(job: Job, plan: Plan) -> Job:
 
     ConfigError: the backend cannot do what `restart.in_place=on` requires.
     """
-    rule = policy.rule(job, plan.world_size)
+    rule = policy.restart_rule(job, plan.world_size)
     found = replace(job, backend=replace(job.backend, name=plan.request.backend), restart=rule)
     in_place.check(found)
     return found

@@ -10,7 +10,7 @@ from raydist.cluster.drain import DrainNotice
 from raydist.messages.agent import RankEnd
 from raydist.recovery.blame import is_victim, last_words, with_cuda_error
 from raydist.recovery.hang_verdict import ConfirmedHang
-from raydist.recovery.pace import Beat
+from raydist.recovery.stall import Beat
 from raydist.shared import kinds
 from raydist.shared.errors import Stopped, last_line, out_of_memory
 from raydist.shared.outcome import End

@@ -16,10 +16,10 @@ from pathlib import Path
 from raydist.launch.limits import EXAMINE_S, longest
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Examine, RankActivity
-from raydist.recovery import deadlines, hang_verdict, pace
+from raydist.recovery import deadlines, hang_verdict, stall
 from raydist.recovery.hang_evidence import HangEvidence
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
-from raydist.recovery.pace import Beat, StallCheck
+from raydist.recovery.stall import Beat, StallCheck
 from raydist.settings.config import Hang
 from raydist.shared import kinds
 from raydist.shared.events import Events
@@ -143,10 +143,10 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         different ones may go on: `certain` is what was seen of them at once.
         """
         with self._lock:
-            unpaced = self._stalls.unpaced()
-        if not (unpaced or certain) or not any(found.collectives for found in answers.values()):
+            learning = self._stalls.learning()
+        if not (learning or certain) or not any(found.collectives for found in answers.values()):
             return False
-        again = Examine(quick=not unpaced)
+        again = Examine(quick=not learning)
         later = answers_of({rank: self._group.call(rank, again) for rank in answers})
         return any(
             newest_collective(found) > newest_collective(answers[rank])
@@ -183,7 +183,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._stalls.examined(now)
             if at_work:
                 return None
-            lasts = diagnosis.text == self._reported[0] and silence > 2 * pace.UNKNOWN_S
+            lasts = diagnosis.text == self._reported[0] and silence > 2 * stall.UNKNOWN_S
             if diagnosis.if_it_lasts and lasts:
                 diagnosis = replace(diagnosis, certain=True)
             diagnosis = diagnosis.final if over else diagnosis

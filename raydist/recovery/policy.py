@@ -91,7 +91,7 @@ def usual_limit(ranks: int) -> int:
     return USUAL + ranks // RANKS_PER_FAILURE
 
 
-def rule(job: Job, ranks: int = 1) -> Restart:
+def restart_rule(job: Job, ranks: int = 1) -> Restart:
     """Return the job's restart rule, with the default of `restart.max` for this kind of job."""
     fixed = job.scale.max_nodes is None and not job.scale.spares
     usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else usual_limit(ranks)

@@ -25,7 +25,7 @@ returns it."""
 
 
 @dataclass
-class RankPace:
+class RankBeats:
     """What the heartbeats of one rank show."""
 
     beat: Beat = (0, "", 0.0)
@@ -47,41 +47,41 @@ class StallCheck:
     late_s: float = 0.0
     """Additional seconds beyond `hang.after_s` that a heartbeat may take to arrive; not 0 with many
     ranks."""
-    paces: dict[int, RankPace] = field(default_factory=dict)
+    ranks: dict[int, RankBeats] = field(default_factory=dict)
     again: float = 0.0
     """Seconds of silence after which to examine again, once an examination found nothing."""
 
     def note(self, rank: int, beat: Beat, now: float) -> None:
         """Record a heartbeat that was written at `now`."""
-        pace = self.paces.setdefault(rank, RankPace(heard=now))
-        if beat == pace.beat:
+        beats = self.ranks.setdefault(rank, RankBeats(heard=now))
+        if beat == beats.beat:
             return
-        if pace.beat[1] == HELD:  # meanwhile the others could make no progress
-            for other in self.paces.values():
+        if beats.beat[1] == HELD:  # meanwhile the others could make no progress
+            for other in self.ranks.values():
                 other.heard = max(other.heard, now)
         step, _, at = beat
-        if step > pace.beat[0]:
-            if pace.stepped:
-                pace.steps.append((at - pace.stepped) / (step - pace.beat[0]))
-                pace.learnt += step - pace.beat[0]
-            pace.stepped = at
-        pace.beat = beat
-        pace.heard = now
+        if step > beats.beat[0]:
+            if beats.stepped:
+                beats.steps.append((at - beats.stepped) / (step - beats.beat[0]))
+                beats.learnt += step - beats.beat[0]
+            beats.stepped = at
+        beats.beat = beat
+        beats.heard = now
         self.again = 0.0
 
     def forget(self, rank: int) -> None:
         """Remove a rank that has ended."""
-        self.paces.pop(rank, None)
+        self.ranks.pop(rank, None)
 
     def beats(self) -> dict[int, Beat]:
         """Return the last heartbeat of each running rank."""
-        return {rank: pace.beat for rank, pace in self.paces.items()}
+        return {rank: beats.beat for rank, beats in self.ranks.items()}
 
-    def allowed(self, pace: RankPace) -> float:
+    def allowed(self, beats: RankBeats) -> float:
         """Return the seconds that this rank may be silent before all ranks are examined."""
-        known = pace.learnt >= LEARN and pace.beat[1] not in SLOW
+        known = beats.learnt >= LEARN and beats.beat[1] not in SLOW
         step = (
-            self.settings.after_s + self.settings.steps * statistics.median(pace.steps)
+            self.settings.after_s + self.settings.steps * statistics.median(beats.steps)
             if known
             else UNKNOWN_S
         )
@@ -90,15 +90,15 @@ class StallCheck:
     @property
     def held(self) -> bool:
         """Whether a person holds a rank in the debugger: the silence of all ranks means nothing."""
-        return any(pace.beat[1] == HELD for pace in self.paces.values())
+        return any(beats.beat[1] == HELD for beats in self.ranks.values())
 
-    def unpaced(self) -> bool:
+    def learning(self) -> bool:
         """Return whether a rank has reported too few steps for its silence to mean a hang."""
-        return any(pace.learnt < LEARN for pace in self.paces.values())
+        return any(beats.learnt < LEARN for beats in self.ranks.values())
 
     def silence(self, now: float) -> float:
         """Return the longest silence in seconds."""
-        return max((now - pace.heard for pace in self.paces.values()), default=0.0)
+        return max((now - beats.heard for beats in self.ranks.values()), default=0.0)
 
     def over(self, now: float) -> bool:
         """Return whether a rank was silent beyond `hang.limit_s`.
@@ -106,14 +106,16 @@ class StallCheck:
         Ranks without a heartbeat, such as those of a script, do not count.
         """
         return not self.held and any(
-            now - pace.heard > self.settings.limit_s for pace in self.paces.values() if pace.beat[2]
+            now - beats.heard > self.settings.limit_s
+            for beats in self.ranks.values()
+            if beats.beat[2]
         )
 
     def silent(self, now: float) -> bool:
         """Return whether it is time to examine all ranks."""
         return not self.held and any(
-            now - pace.heard > max(self.allowed(pace) + self.late_s, self.again)
-            for pace in self.paces.values()
+            now - beats.heard > max(self.allowed(beats) + self.late_s, self.again)
+            for beats in self.ranks.values()
         )
 
     def examined(self, now: float) -> None:

@@ -236,7 +236,7 @@ class Loader(ConfigLoaderImpl):
         translated = translate_overrides(overrides, self.groups, multirun)
         hidden = references.hide_all(translated)
         each = zip(spread(overrides), translated, hidden, strict=True)
-        self.typed = [typed if plain == safe else safe for typed, plain, safe in each]
+        self.typed = [text if plain == safe else safe for text, plain, safe in each]
         return hidden
 
     def _job_is_given(self, key: str, value: str) -> ConfigError:
@@ -461,13 +461,13 @@ class SweepConfig:
                     cause,
                     "sweep.sampler=tpe",
                 )
-            typed = [
+            task = [
                 str(text)
                 for text in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()
             ]
             params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
-            with config_errors([*params, *typed]):
-                parsed = OverridesParser.create(loader).parse_overrides([*params, *typed])
+            with config_errors([*params, *task]):
+                parsed = OverridesParser.create(loader).parse_overrides([*params, *task])
         self.overrides: dict[str, Override] = {
             each.get_key_element().lstrip("+"): each for each in parsed
         }

@@ -81,14 +81,14 @@ def _wrong_value(
     known = key in SETTINGS or key in PARTS or dictionary_of(key) is not None
     if not known and not key.startswith("hydra"):
         return unknown(key, None, typed=where.removesuffix(": ") or key)
-    typed = next(
+    override = next(
         (parsed for text in overrides if (parsed := Override.parse(text)).key == key and not where),
         None,
     )
-    value = typed.value if typed else error.value
+    value = override.value if override else error.value
     if value is None and error.child_node is not None:
         value = str(error.child_node._value())  # an interpolation
-    shown = typed.text if typed else f"{where}{key}" + ("" if value is None else f"={value}")
+    shown = override.text if override else f"{where}{key}" + ("" if value is None else f"={value}")
     if isinstance(error, ValidationError) and key in SETTINGS:
         kind, _, optional = str(SETTINGS[key].type).partition(" | ")
         kind = TYPES.get(kind, "a dictionary" if kind.startswith("dict") else kind)
@@ -115,11 +115,11 @@ def _missing_choice(error: MissingConfigException, overrides: Sequence[str]) -> 
         return ConfigError.of(
             "--config-name", choice, f"there is no {choice}.yaml in conf/", "--config-name config"
         )
-    file, typed = IN_FILE.match(str(error)), map(Override.parse, overrides)
-    is_typed = file is None or any((each.key, each.value) == (group, choice) for each in typed)
+    file, parsed = IN_FILE.match(str(error)), map(Override.parse, overrides)
+    in_command = file is None or any((each.key, each.value) == (group, choice) for each in parsed)
     cause = (
         "there is no such choice"
-        if is_typed or file is None
+        if in_command or file is None
         else f"conf/{file[1]}.yaml names it, but it does not exist"
     )
     options = list(error.options or ())

@@ -303,10 +303,10 @@ def _check_parallel(job: Job) -> None:
     if not divides(settings):
         return
 
-    typed = {
+    parts = {
         f"parallel.{name}": getattr(settings, name) for name in ("shard", "replicate", "tp", "pp")
     }
-    numbers = [(key, value) for key, value in typed.items() if value and settings.name == "ddp"]
+    numbers = [(key, value) for key, value in parts.items() if value and settings.name == "ddp"]
     wrong = functools.partial(ConfigError.of, *(numbers or [("parallel", settings.name)])[0])
     if job.backend.name in ("horovod", "mpi", "ucc"):
         raise wrong(

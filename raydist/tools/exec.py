@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         arguments = parser.parse(words[:here])
         place, ranks = run_and_ranks("raydist exec", arguments.overrides)
-        return run_beside(arguments, place, ranks, words[here + 1 :])
+        return execute_in_ranks(arguments, place, ranks, words[here + 1 :])
 
     return run_tool(execute)
 
 
-def run_beside(
+def execute_in_ranks(
     arguments: argparse.Namespace, place: str, ranks: list[int], command: Sequence[str]
 ) -> int:
     """Run the command, show what it prints, and return its exit code."""

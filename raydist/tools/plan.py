@@ -90,7 +90,7 @@ def show_plan(job: Job, as_json: bool) -> None:
     job = replace(
         job,
         backend=replace(job.backend, name=request.backend),
-        restart=policy.rule(job, request.world_size),
+        restart=policy.restart_rule(job, request.world_size),
     )
     leads = {
         slot.node_rank: expected_facts(job, plan, slot)

@@ -149,12 +149,12 @@ def find_entry(entries: Sequence[Entry], run: str) -> Entry:
 def read_rows() -> list[QueueRow]:
     """Return a row for each run: those with room first, then the line."""
     found, now = store.read_all(), time.time()
-    verdicts = order.order_runs(found.entries, seen_cluster(Job()), found.asked.keys(), now)
+    verdicts = order.order_runs(found.entries, seen_cluster(Job()), found.requests.keys(), now)
 
     def row(entry: Entry) -> QueueRow:
         reason = why_waiting(verdicts[entry.id]) if entry.in_line else ""
-        if entry.id in found.asked:
-            reason = f"for {found.asked[entry.id]}"
+        if entry.id in found.requests:
+            reason = f"for {found.requests[entry.id]}"
         elif entry.has_room and entry.limit_s:
             reason = f"its limit ends at {time_of_day(entry.ends)}"
         elif entry.paused_by:

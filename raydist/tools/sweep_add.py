@@ -80,8 +80,8 @@ def trials_of(
 
     `summary`: the content of sweep.json. ConfigError: a wrong name or value, or a missing one.
     """
-    typed = [Override.parse(text) for text in spread(words)]
-    for each in typed:
+    added = [Override.parse(text) for text in spread(words)]
+    for each in added:
         first = each.key.replace("/", ".").split(".")[0]
         if each.sign == "~" or first in NEVER:
             raise each.wrong(REFUSED)
@@ -90,18 +90,18 @@ def trials_of(
     name = summary.get("function")
     where = (summary["config_name"], config_dir, stand_in(name) if name else None)
     space = Space(SweepConfig(before, *where))
-    keys = {each.key for each in typed}
+    keys = {each.key for each in added}
     kept = [text for text in before if Override.parse(text).key not in keys]
     config = SweepConfig([*kept, *words], *where)
-    for each in typed:
+    for each in added:
         if each.key not in config.overrides:  # a label with characters that need braces
             raise each.wrong(REFUSED)
     if missing := [key for key in space.parts if key not in keys]:
         cause = "the sweep varies it, so a trial that is added needs a value of it"
         example = space.parts[missing[0]].ends()[0]
         raise ConfigError.of(missing[0], None, cause, f"{missing[0]}={example}")
-    ordered = list(dict.fromkeys([*space.parts, *(each.key for each in typed)]))
-    values = [typed_values(key, config, space) for key in ordered]
+    ordered = list(dict.fromkeys([*space.parts, *(each.key for each in added)]))
+    values = [values_to_add(key, config, space) for key in ordered]
     combinations = itertools.islice(itertools.product(*values), CHECKED + 1)
     trials = [dict(zip(ordered, each, strict=True)) for each in combinations]
     if len(trials) > CHECKED:
@@ -112,7 +112,7 @@ def trials_of(
     return trials
 
 
-def typed_values(key: str, config: SweepConfig, space: Space) -> Sequence[str]:
+def values_to_add(key: str, config: SweepConfig, space: Space) -> Sequence[str]:
     """Return the values of a setting in the added trials, as in overrides."""
     override = config.overrides[key]
     if references.REFERENCE in override.get_value_string():

@@ -104,18 +104,18 @@ def watch(arguments: argparse.Namespace) -> int:
         return serve_until_stopped(server, port, query)
 
 
-def find_others(typed: Sequence[str], root: Path, first: str) -> dict[str, Path]:
+def find_others(names: Sequence[str], root: Path, first: str) -> dict[str, Path]:
     """Return the folders of the runs that are drawn, too, by the name that the page shows.
 
     ConfigError: there is no such run, there are too many, or no run to draw them with.
     """
-    if len(typed) > OTHERS:
+    if len(names) > OTHERS:
         cause = f"at most {OTHERS} other runs are drawn"
-        raise ConfigError.of("--with", typed[OTHERS], cause, "without it")
-    if typed and not first:
-        raise no_run(f"--with {typed[0]}", "a list or a sweep has no such charts", "a run as RUN")
+        raise ConfigError.of("--with", names[OTHERS], cause, "without it")
+    if names and not first:
+        raise no_run(f"--with {names[0]}", "a list or a sweep has no such charts", "a run as RUN")
     found = {}
-    for text in typed:
+    for text in names:
         folder = next(
             (path for path in (root / text, Path(text)) if (path / EVENTS).exists()), None
         )

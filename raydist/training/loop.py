@@ -211,7 +211,7 @@ class Training:
         # A checkpoint is saved after the evaluation of its step, a snapshot is kept before it.
         if self._evaluates_after(progress.step) and self.checkpointer.saved != progress.step:
             self._evaluate()
-        asked = False
+        save_now = False
         while progress.more:
             batches, began = self.waits.timed(iter(self.batches)), time.perf_counter()
             self.checkpointer.go_on()
@@ -232,13 +232,13 @@ class Training:
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
                     self._leave()
-                asked = profiling.do_after_step(progress.step, actions)
+                save_now = profiling.do_after_step(progress.step, actions)
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
                     began = time.perf_counter()
                 evaluate = self._evaluates_after(progress.step)
                 save_every = self.job.checkpoint.every
-                due = asked or (save_every and progress.step % save_every == 0)
+                due = save_now or (save_every and progress.step % save_every == 0)
                 # The last step of an epoch of a map-style data set is saved after its evaluation.
                 save = due and (order.kind != "map" or order.more)
                 if evaluate or save:
@@ -255,7 +255,7 @@ class Training:
                 evaluate_every = 0 if train.evaluate_steps else train.evaluate_every
                 if evaluate_every and order.epoch % evaluate_every == 0:
                     self._evaluate()
-                if save_every is None or asked or progress.step % save_every == 0:
+                if save_every is None or save_now or progress.step % save_every == 0:
                     self._save()
         self.reporter.rest()
         self._evaluate()

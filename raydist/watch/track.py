@@ -45,9 +45,9 @@ class Trackers(AbstractContextManager["Trackers"]):
     def __init__(self, job: Job, events: Events) -> None:
         self._job = job
         self._events = events
-        told = receivers(job.notify)
-        before = resumed_folder(job, events) if job.track or told else None
-        names = [*job.track, *(["kubeflow"] if KUBEFLOW in os.environ else []), *told]
+        messengers = receivers(job.notify)
+        before = resumed_folder(job, events) if job.track or messengers else None
+        names = [*job.track, *(["kubeflow"] if KUBEFLOW in os.environ else []), *messengers]
         self._all: list[TrackerProcess] = []
         for name in names:
             try:
@@ -99,10 +99,10 @@ class TrackerProcess:
 
         `before`: the folder of the run that this one resumes.
         """
-        told = name in receivers(job.notify)
+        messenger = name in receivers(job.notify)
         self.name = name
-        self.title = f"notify.{name}" if told else name
-        self.wait_s = notify.WAIT_S if told else trackers.END_S
+        self.title = f"notify.{name}" if messenger else name
+        self.wait_s = notify.WAIT_S if messenger else trackers.END_S
         """The longest wait for the process at the end of the run."""
         self._events = events
         self._variables: dict[str, str] = {}
@@ -121,12 +121,12 @@ class TrackerProcess:
             folder=str(folder),
             project=job.name or folder.parent.name,
             settings=as_saved(job),
-            repeats=policy.rule(job).max != 0,
+            repeats=policy.restart_rule(job).max != 0,
             program=bool(job.script),
             begin=events.path.stat().st_size,
             sweep=Path(job.sweep.dir).name if job.sweep.dir else "",
             differs=settings_of_trial(folder),
-            notify=wanted(job) if told else {},
+            notify=wanted(job) if messenger else {},
         )
         self._process = start(task, job)
         self._reader = threading.Thread(target=self._read, name=f"raydist-{name}", daemon=True)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from raydist.launch.run_storage import events_beside
+from raydist.launch.run_storage import events_of_checkpoint
 from raydist.reporting.console import Console
 from raydist.reporting.job_metadata import JobMetadata
 from raydist.reporting.log_link import LogLink
@@ -41,7 +41,7 @@ def watching(
     console = Console(job.watch, failures=figures.failures) if shown is None else None
     screen: list[Reader] = [each for each in (shown, console, also) if each is not None]
     metrics = Metrics(run_label(job), figures, lambda text: events.warn(text))
-    check = ResumeCheck(partial(events_beside, job=job))
+    check = ResumeCheck(partial(events_of_checkpoint, job=job))
 
     def compare(event: Event) -> None:
         found = check.add(event)

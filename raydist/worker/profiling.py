@@ -240,19 +240,19 @@ def install(base: str) -> RankProfiler:
 
 def do_after_step(step: int, actions: Sequence[Action]) -> bool:
     """Do what was agreed for after this step; return whether to save a checkpoint."""
-    asked = False
+    save = False
     profiler = _profiler
     if profiler is not None:
         profiler.note_step(step)
     for action in actions:
         if action.what == "save":
-            asked = True
+            save = True
         elif profiler is not None and action.what == "prepare":
             profiler.prepare_armed()
         elif profiler is not None and action.what == "profile":
             steps = action.values.get("steps") or action.values["last"] - step
             profiler.begin(step, steps)
-    return asked
+    return save
 
 
 def count_optimizer_steps() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raydist.recovery.blame import first_cause
-from raydist.recovery.policy import GiveUp, Retry, decide, rule, without_progress
+from raydist.recovery.policy import GiveUp, Retry, decide, restart_rule, without_progress
 from raydist.settings.config import Backend, Job, Restart
 from raydist.shared.errors import LaunchError, Stopped
 from raydist.shared.outcome import Attempt, End
@@ -103,7 +103,7 @@ def test_more_failures_than_are_forgiven_end_it() -> None:
     ],
 )
 def test_the_usual_limit_grows_with_the_ranks(job: Job, ranks: int, most: int) -> None:
-    assert rule(job, ranks).max == most
+    assert restart_rule(job, ranks).max == most
 
 
 def test_an_old_failure_is_forgotten() -> None:

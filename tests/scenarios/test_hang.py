@@ -13,7 +13,7 @@ import pytest
 
 import raydist
 from raydist.flow import run_job
-from raydist.recovery import hang_verdict, pace
+from raydist.recovery import hang_verdict, stall
 from raydist.recovery.hang_verdict import RankState
 from raydist.settings import compose
 from raydist.shared.errors import RunFailed
@@ -214,7 +214,7 @@ def test_a_collective_in_place_of_a_group_that_the_others_create_ends_the_run(
     on_ray: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No flight recorder has the call that creates a group, so it takes two examinations."""
-    monkeypatch.setattr(pace, "UNKNOWN_S", 3.0)
+    monkeypatch.setattr(stall, "UNKNOWN_S", 3.0)
     with pytest.raises(RunFailed) as caught:
         raydist.run(set_up, *WORDS, args=(reduce,))
     cause = caught.value.result.cause
@@ -268,7 +268,7 @@ def test_a_program_that_says_nothing_is_looked_at_and_lives(
         "sys.exit(3))\ntime.sleep(9)\n"
     )
     (on_ray / "quiet.py").write_text(quiet + "print('whole')\n")
-    monkeypatch.setattr(pace, "UNKNOWN_S", 2.0)
+    monkeypatch.setattr(stall, "UNKNOWN_S", 2.0)
     looked: list[RankState] = []
     judge = hang_verdict.diagnose
 

@@ -55,19 +55,19 @@ class Cluster:
 
 
 def order_runs(
-    entries: Iterable[Entry], cluster: Cluster, asked: Collection[str], now: float
+    entries: Iterable[Entry], cluster: Cluster, requests: Collection[str], now: float
 ) -> dict[str, Verdict]:
     """Return what each run in line does, by id.
 
     Runs of higher priority come first, then those that entered first. The first that does not fit
     keeps all others back: otherwise small runs would pass it for ever. Only those whose own limit
-    ends before that one has room may pass it. `asked`: ids of entries that have been asked to make
-    way. `now`: seconds since the epoch.
+    ends before that one has room may pass it. `requests`: ids of entries that have been asked to
+    make way. `now`: seconds since the epoch.
     """
     entries = list(entries)
     line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
     placed = [each for each in entries if each.has_room]
-    leaving = [each for each in placed if each.state == LEAVING or each.id in asked]
+    leaving = [each for each in placed if each.state == LEAVING or each.id in requests]
     staying = [each for each in placed if each not in leaving]
     free = cluster.free
     verdicts: dict[str, Verdict] = {}

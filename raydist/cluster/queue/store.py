@@ -23,7 +23,7 @@ class Everything:
     """What the store has of the queue."""
 
     entries: list[Entry]
-    asked: dict[str, str]
+    requests: dict[str, str]
     """Entry id -> the run for which it was asked to make way, as a text for a person."""
 
 
@@ -64,7 +64,7 @@ def forget_instruction(id: str) -> None:
     ray_private.kv_delete(INSTRUCTIONS + id)
 
 
-def asked_by(id: str) -> str:
+def request_for(id: str) -> str:
     """Return for whom the run with this entry is to make way; empty for nobody."""
     value = ray_private.kv_get(ASKED + id)
     return str(json.loads(value)) if value else ""
@@ -75,17 +75,17 @@ def read_all() -> Everything:
     found = ray_private.kv_values("raydist/queue/")
     dead = ray_private.dead_jobs()
     entries: list[Entry] = []
-    asked: dict[str, str] = {}
+    requests: dict[str, str] = {}
     for key, value in found.items():
         prefix = next((each for each in PREFIXES if key.startswith(each)), "")
         id = key.removeprefix(prefix)
         if id.partition("/")[0] in dead:
             ray_private.kv_delete(key)
         elif prefix == ASKED:
-            asked[id] = str(json.loads(value))
+            requests[id] = str(json.loads(value))
         elif prefix == RUNS and (entry := read_entry(value)) is not None:
             entries.append(entry)
-    return Everything(entries, asked)
+    return Everything(entries, requests)
 
 
 def as_listed(entries: Iterable[Entry]) -> list[Entry]:

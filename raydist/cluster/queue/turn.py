@@ -189,9 +189,9 @@ class QueuedTurn(Turn):
         others = [each for each in found.entries if each.id != self._own.id]
         heard = [each for each in others if self._is_heard(each)]
         # Silent runs that have room keep it, and do not make way: nobody counts on them.
-        asked = found.asked.keys() & {each.id for each in heard}
+        requests = found.requests.keys() & {each.id for each in heard}
         cluster = seen_cluster(self._job)
-        verdicts = order.order_runs([*heard, self._own], cluster, asked, time.time())
+        verdicts = order.order_runs([*heard, self._own], cluster, requests, time.time())
         return verdicts[self._own.id]
 
     def _is_heard(self, entry: Entry) -> bool:
@@ -216,13 +216,13 @@ class QueuedTurn(Turn):
                     if (instruction := store.instruction_for(self._own.id)) is not None:
                         self._follow(instruction)
                         store.forget_instruction(self._own.id)
-                if self._own.state == RUNNING and (asked := store.asked_by(self._own.id)):
+                if self._own.state == RUNNING and (for_whom := store.request_for(self._own.id)):
                     had_its_time = time.time() >= self._own.ends
-                    self._leave(asked, since=time.time() if had_its_time else self._own.since)
+                    self._leave(for_whom, since=time.time() if had_its_time else self._own.since)
 
     def _follow(self, instruction: Instruction) -> None:
         """Do what a person wants of this run."""
-        typed = f"`raydist queue {instruction.act}` of {instruction.by}"
+        command = f"`raydist queue {instruction.act}` of {instruction.by}"
         if instruction.act == MOVE:
             self._change(priority=instruction.priority)
         elif instruction.act == RESUME:
@@ -231,9 +231,9 @@ class QueuedTurn(Turn):
             if instruction.act == PAUSE:
                 self._change(paused_by=instruction.by)
             else:
-                self._ends = typed
+                self._ends = command
             if self._own.state == RUNNING:
-                self._leave(typed)
+                self._leave(command)
 
     def _leave(self, wanted_by: str, **fields: Any) -> None:
         self._wanted_by = wanted_by

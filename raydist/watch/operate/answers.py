@@ -36,7 +36,7 @@ from raydist.shared.rank_names import name_ranks
 from raydist.watch.operate import agreement, folding
 from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.debugging import debug
-from raydist.watch.operate.execution import run_beside_ranks
+from raydist.watch.operate.execution import run_for_ranks
 from raydist.watch.operate.profiling import make_profile
 from raydist.watch.operate.records import follow_events, record, write_answer
 from raydist.watch.operate.wording import silent_row, status_row
@@ -79,7 +79,7 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
         case GetStacks(ranks, native):
             connection.send(answer_stacks(run, ranks, native))
         case Execute(ranks, argv):
-            run_beside_ranks(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
+            run_for_ranks(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
         case Debug(rank):
             chosen_ranks(run, [rank])
             debug(run.group, run.events, rank, connection)

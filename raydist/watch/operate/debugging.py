@@ -69,9 +69,9 @@ def timeouts_held(group: WorkerGroup) -> Iterator[int]:
     ranks, reason = range(group.plan.world_size), f"session {secrets.token_hex(4)}"
     calls = [group.call(rank, HoldTimeouts(reason)) for rank in ranks]
     wait(calls, timeout=longest(RAISE_S, len(calls)))  # a rank in C code may not answer
-    told = [call.result() for call in calls if call.done() and call.exception() is None]
+    begun = [call.result() for call in calls if call.done() and call.exception() is None]
     try:
-        yield max(told, default=0)
+        yield max(begun, default=0)
     finally:
         for rank in ranks:
             group.call(rank, LetGoTimeouts(reason))

@@ -89,7 +89,7 @@ class Execution:
         self._connection.send(CommandEnded(rank, code, error))
 
 
-def run_beside_ranks(
+def run_for_ranks(
     group: WorkerGroup,
     events: Events,
     ranks: Sequence[int],

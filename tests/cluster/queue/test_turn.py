@@ -53,7 +53,7 @@ def test_nobody_counts_on_a_run_whose_driver_is_silent(
     found = store.Everything([silent, other], {})
     own = urgent(monkeypatch, found)
     assert own._look().asks == ("silent/0",)
-    found.asked["silent/0"] = "urgent of ana@login"
+    found.requests["silent/0"] = "urgent of ana@login"
     assert own._look().asks == ()
     clock.now += turn.SILENT_S
     found.entries[1] = beaten(other)
