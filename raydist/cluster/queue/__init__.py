@@ -4,8 +4,8 @@ Input: a run's ResourceRequest and its settings `queue`. Output: its turn, and l
 a run of higher priority needs its room. There is no server: each driver writes one entry into the
 GCS's key-value store, reads all others, and computes the same order.
 
-    entry.py              What a run tells the others in the queue: its size, priority, state; as
-                          JSON
+    entry.py              The entry of a run in the queue, for the other runs: size, priority,
+                          state; as JSON
     order.py              (entries, nodes) -> which waiting run may be placed now, which run makes
                           way
     store.py              The entries in the key-value store of Ray's GCS

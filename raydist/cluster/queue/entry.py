@@ -1,4 +1,4 @@
-"""What a run tells the others in the queue: its size, priority, state; as JSON. (pure)"""
+"""The entry of a run in the queue, for the other runs: size, priority, state; as JSON. (pure)"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from raydist.cluster.nodes import ResourceRequest
 
 VERSION = 1
-"""Version of the JSON. An entry of another version is not read: its run is as one without queue."""
+"""Version of the JSON. An entry of another version is ignored, as a run outside the queue is."""
 WAITING, PLACING, RUNNING, LEAVING = "waiting", "placing", "running", "leaving"
 PAUSE, RESUME, CANCEL, MOVE = "pause", "resume", "cancel", "move"
 
@@ -53,7 +53,7 @@ class Entry:
     """A run in the queue. Its own driver alone writes it."""
 
     id: str
-    """The id of the driver's Ray job, a slash, and what tells the runs of that job apart."""
+    """The id of the driver's Ray job, a slash, and a text that is unique among the job's runs."""
     name: str
     folder: str
     owner: str
@@ -67,10 +67,10 @@ class Entry:
     """Whether it makes way for runs of higher priority."""
     demand: Demand
     limit_s: float = 0.0
-    """Seconds after `placed` after which it makes way for runs of equal priority, too; 0: none."""
+    """Seconds after `placed` after which it also makes way for runs of equal priority; 0: never."""
     state: str = WAITING
-    """waiting; placing: its placement group exists, maybe without room; running; leaving: it has
-    been asked to make way, and is about to wait again."""
+    """waiting; placing: its placement group exists, maybe without room; running; leaving: it was
+    asked to make way, and will wait again."""
     placed: float = 0.0
     """When it was placed, in seconds since the epoch, while it is running or leaving."""
     held: Mapping[str, int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Entry:
         return self.placed + self.limit_s if self.limit_s else inf
 
     def makes_way_for(self, other: Entry, now: float) -> bool:
-        """Return whether this run, which has room, leaves it to that one if asked."""
+        """Return whether this run, which has room, makes way for that one if asked."""
         if now >= self.ends:
             return other.priority >= self.priority
         if not self.yields or now - self.placed < self.exempt_s:

@@ -1,6 +1,6 @@
 """(entries, nodes) -> which waiting run may be placed now, which run makes way. (pure)
 
-Every driver computes this from the same entries, so nobody has to be asked. Drivers that have read
+Every driver computes this from the same entries, so no driver depends on another. Drivers that read
 at different moments may disagree for a second. That is harmless: Ray never gives a resource twice,
 and a run that gets no room in its turn gives its placement group back (turn.py).
 """
@@ -17,8 +17,8 @@ from raydist.cluster.shortage import describe_shortage
 from raydist.shared.rank_names import counted
 
 LEAVE_S = 10.0
-"""Seconds that a run which makes way needs at most: a step, its last state on the disk, and the end
-of its processes."""
+"""Maximum time in seconds that a run takes to make way: to finish a step, write its last state and
+end its processes."""
 Free = Mapping[str, Mapping[str, float]]
 """Node id -> resources that nobody holds."""
 
@@ -32,11 +32,11 @@ class Verdict:
     reason: str = ""
     """Why it waits, for a person."""
     first: bool = False
-    """Whether it is the first that waits."""
+    """Whether it is the first in line."""
     asks: tuple[str, ...] = ()
     """The ids of running entries that are to make way for it."""
     room_at: float | None = None
-    """When it has room at the latest, in seconds since the epoch; None if that is unknown."""
+    """The latest time at which it will have room, in seconds since the epoch; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def order_runs(
     """Return what each run in line does, by id.
 
     Runs of higher priority come first, then those that entered first. The first that does not fit
-    keeps all others back: otherwise small runs would pass it for ever. Only those whose own limit
-    ends before that one has room may pass it. `requests`: ids of entries that have been asked to
+    holds back all others: otherwise small runs would pass it forever. Only runs whose own limit
+    ends before it has room may pass it. `requests`: ids of entries that have been asked to
     make way. `now`: seconds since the epoch.
     """
     entries = list(entries)
@@ -100,10 +100,10 @@ def order_runs(
 def room_by_limits(
     entry: Entry, staying: Sequence[Entry], free: Free, nodes: Sequence[Node], now: float
 ) -> float | None:
-    """Return when the first run in line has room at the latest, in seconds since the epoch.
+    """Return the latest time at which the first run in line has room, in seconds since the epoch.
 
-    Runs that make way give their room back at the end of their limit; None if that is not enough.
-    `free`: once those that have been asked have left; the others are `staying`.
+    Runs with a limit free their room when it ends; None if that is not enough. `free`: what will be
+    free once the runs that were asked have left. `staying`: the other runs.
     """
     limited = [each for each in staying if each.ends < inf and each.makes_way_for(entry, inf)]
     for each in sorted(limited, key=lambda each: each.ends):
@@ -118,8 +118,8 @@ def backfill(
 ) -> Iterator[str]:
     """Yield the ids of runs that may pass the first in line, which has room after `seconds`.
 
-    They fit now, and their limit ends before (the backfill of Slurm). One without a limit would
-    keep its room for an unknown time, and Ray may place it on the nodes that the first needs.
+    They fit now, and their limit ends before that (Slurm's backfill). A run without a limit would
+    keep its room for an unknown time, and Ray may place it on nodes that the first one needs.
     """
     for entry in behind:
         if not entry.limit_s or entry.limit_s + LEAVE_S > seconds:
@@ -145,7 +145,7 @@ def place_bundles(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str
 
 
 def bundles_by_node(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int]:
-    """Return the number of bundles for which each node that is selected has room, by id."""
+    """Return the number of bundles that fit on each selected node, by id."""
     return {
         node.id: bundles
         for node in nodes
@@ -157,9 +157,9 @@ def bundles_by_node(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[s
 def changed(
     free: Free, bundle: Mapping[str, float], held: Mapping[str, int], sign: int
 ) -> dict[str, Mapping[str, float]]:
-    """Return what is free once bundles are given back (`sign` 1) or taken (-1).
+    """Return what is free once bundles are freed (`sign` 1) or taken (-1).
 
-    `held`: node id -> number of bundles. Nodes that are gone do not count.
+    `held`: node id -> number of bundles. Nodes that are gone are ignored.
     """
     after = dict(free)
     for node, bundles in held.items():
@@ -173,7 +173,7 @@ def changed(
 
 
 def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
-    """Return whether there is room once the autoscaler has added what it may."""
+    """Return whether there is room once the autoscaler has added all nodes that it may add."""
     if cluster.coming is None:
         return True
     here = [(bundles, 1) for bundles in bundles_by_node(demand, free, cluster.nodes).values()]
@@ -184,11 +184,11 @@ def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
 def make_way(
     entry: Entry, staying: Sequence[Entry], free: Free, nodes: Sequence[Node], now: float
 ) -> tuple[str, ...]:
-    """Return the ids of further runs that must make way so that this one fits.
+    """Return the ids of further runs that must make way for this one.
 
     () if it would not fit even then. The run that loses least makes way: the lowest priority
-    first, then the one that was placed last. `free`: once those that have been asked have left; the
-    others are `staying`.
+    first, then the one that was placed last. `free`: what will be free once the runs that were
+    asked have left. `staying`: the other runs.
     """
     able = [each for each in staying if each.makes_way_for(entry, now)]
     chosen: list[Entry] = []
@@ -198,7 +198,7 @@ def make_way(
             break
     else:
         return ()
-    # The last one made room for all: some of those before it may not be needed.
+    # The last one completed the room; some of those before it may not be needed.
     for each in chosen[:-1]:
         fewer = [other for other in chosen if other is not each]
         if place_bundles(entry.demand, with_back(free, fewer), nodes) is not None:
@@ -207,14 +207,14 @@ def make_way(
 
 
 def with_back(free: Free, entries: Iterable[Entry]) -> Free:
-    """Return what is free once these entries have given back what they hold."""
+    """Return what is free once these runs have left."""
     for each in entries:
         free = changed(free, each.demand.bundle, each.held, 1)
     return free
 
 
 def why_it_waits(entry: Entry, placed: Sequence[Entry], free: Free, nodes: Sequence[Node]) -> str:
-    """Return what the first run in line waits for, and which runs hold it."""
+    """Return which resources the first run in line waits for, and which runs hold them."""
     seen = [replace(node, free=free[node.id]) for node in nodes]
     lacking = describe_shortage(entry.demand.as_request(), seen)
     able = {node.id for node in nodes if matches(node.labels, entry.demand.selector)}
@@ -225,7 +225,7 @@ def why_it_waits(entry: Entry, placed: Sequence[Entry], free: Free, nodes: Seque
 
 
 def behind(line: Sequence[Entry], place: int) -> Iterator[tuple[Entry, str]]:
-    """Yield each run that waits behind the run at this place, and whom it waits for."""
+    """Yield each run behind this position in line, with the reason why it waits."""
     first = line[place]
     for number, entry in enumerate(line[place + 1 :], 1):
         others = f" and {counted(number - 1, 'other run')}" if number > 1 else ""

@@ -33,7 +33,7 @@ def put_entry(entry: Entry) -> None:
 
 
 def remove_entry(id: str) -> None:
-    """Remove an entry, the request to it, and what a person wants of it."""
+    """Remove an entry, and the request and the instruction for it."""
     for prefix in PREFIXES:
         ray_private.kv_delete(prefix + id)
 
@@ -44,7 +44,7 @@ def request_way(id: str, for_whom: str) -> None:
 
 
 def forget_request(id: str) -> None:
-    """Remove the request to an entry, which has been met."""
+    """Remove the request for an entry, which was met."""
     ray_private.kv_delete(ASKED + id)
 
 
@@ -65,7 +65,7 @@ def forget_instruction(id: str) -> None:
 
 
 def request_for(id: str) -> str:
-    """Return for whom the run with this entry is to make way; empty for nobody."""
+    """Return the run that this one must make way for, as a text; empty if there is none."""
     value = ray_private.kv_get(ASKED + id)
     return str(json.loads(value)) if value else ""
 

@@ -42,25 +42,25 @@ from raydist.shared.events import Events
 BEAT_S = 1.0
 """Seconds between two beats of an entry."""
 SILENT_S = 3.0
-"""Seconds without a beat after which a run does not count: its driver is stopped, or cut off. The
-GCS knows within milliseconds of drivers that have ended."""
+"""Seconds without a beat after which a run is ignored: its driver is stopped, or cut off. The GCS
+notices within milliseconds that a driver has ended."""
 ASKED_S = 0.25
-"""Seconds between two looks whether a run is to make way. Each costs a millisecond."""
+"""Seconds between two checks whether a run must make way. Each takes a millisecond."""
 FIRST_S, LATER_S = 0.25, 1.0
-"""Seconds between two looks of the first run in line, and of those behind it."""
+"""Seconds between two checks of the first run in line, and of the later ones."""
 GCS_S = 60.0
-"""Seconds for which the GCS may leave a run in line without an answer. Ray's own processes wait as
-long for it (gcs_rpc_server_reconnect_timeout_s)."""
+"""Seconds that a run in line waits for an answer of the GCS. Ray's own processes wait as long
+(gcs_rpc_server_reconnect_timeout_s)."""
 TRY_S = 2.0
 """Seconds in which Ray places a group that has room."""
 
 
 class TurnPassed(Exception):
-    """Another run comes first now, and this one's placement group has got no room."""
+    """Another run comes first now, and there is no room for this one's placement group."""
 
 
 class Turn:
-    """What placing a run needs to know of the queue. This one is for a run outside the queue."""
+    """What placing a run must know about the queue. This class is for a run outside the queue."""
 
     waited_s = 0.0
     """Seconds that the run has waited for its turn in this placement."""
@@ -80,7 +80,7 @@ class Turn:
         """Note that the run has room. `nodes`: that of each bundle."""
 
     def wanted_by(self) -> str:
-        """Return for which run it is to make way, for a person; empty for none."""
+        """Return the run that this one must make way for, as a text; empty if there is none."""
         return ""
 
 
@@ -93,7 +93,7 @@ class QueuedTurn(Turn):
         self._entry: Entry | None = None
         """Stays while the run is between two placements."""
         self._lock = threading.Lock()
-        """Held while the entry changes: the thread that beats does so, too."""
+        """Held while the entry changes: the thread of `_beat` changes it as well."""
         self._over = threading.Event()
         self._wanted_by = ""
         self._ends = ""
@@ -101,7 +101,7 @@ class QueuedTurn(Turn):
         self._beats: dict[str, tuple[int, float]] = {}
         """Entry id -> its last beat, and when this process first saw it, by the monotonic clock."""
         self._answered = 0.0
-        """When the GCS has answered last, by the monotonic clock."""
+        """When the GCS last answered, by the monotonic clock."""
         self._began = 0.0
         """When the placement group was created, by the monotonic clock."""
 
@@ -164,9 +164,9 @@ class QueuedTurn(Turn):
         return self._entry
 
     def _look(self) -> Verdict:
-        """Return what the queue says of this run now.
+        """Return whether this run may be placed now, and if not, why.
 
-        Stopped: a person has cancelled it, or it is not to wait again.
+        Stopped: a person has cancelled it, or it does not wait again.
         """
         try:
             verdict = self._verdict()
@@ -188,7 +188,7 @@ class QueuedTurn(Turn):
         found = store.read_all()
         others = [each for each in found.entries if each.id != self._own.id]
         heard = [each for each in others if self._is_heard(each)]
-        # Silent runs that have room keep it, and do not make way: nobody counts on them.
+        # A silent run keeps its room and cannot be asked to make way.
         requests = found.requests.keys() & {each.id for each in heard}
         cluster = seen_cluster(self._job)
         verdicts = order.order_runs([*heard, self._own], cluster, requests, time.time())
@@ -204,11 +204,11 @@ class QueuedTurn(Turn):
         return now - since < SILENT_S
 
     def _beat(self) -> None:
-        """Show that this driver is alive, and notice what others want of the run."""
+        """Show that this driver is alive, and look for requests and instructions."""
         over, beat_at = self._over, 0.0
         while not over.wait(ASKED_S):
-            # The entry is written in each round: a GCS that has restarted without a store of its
-            # own has lost it.
+            # The entry is written every second: a GCS that restarts without persistent storage
+            # loses it.
             with contextlib.suppress(Exception):
                 if time.monotonic() - beat_at >= BEAT_S:
                     self._change(beat=self._own.beat + 1)
@@ -280,7 +280,7 @@ def time_of_day(seconds: float) -> str:
 def turn_of(job: Job, events: Events) -> Turn:
     """Return the turn of a run that is connected to Ray.
 
-    A Ray that this process started has room for nobody else's runs, and no queue.
+    A Ray that this process started serves only its own runs, so it has no queue.
     """
     return QueuedTurn(job, events) if job.queue.enabled and not connect.is_local_ray() else Turn()
 
