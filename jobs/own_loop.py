@@ -1,5 +1,5 @@
-"""own_loop: a loop of one's own, in plain torch: DDP by hand, a process group of one's own, report
-and checkpoints."""
+"""own_loop: a hand-written loop in plain torch: DDP, a separate process group, reports and
+checkpoints."""
 
 from typing import Any
 

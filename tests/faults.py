@@ -46,7 +46,7 @@ class Fault:
         return mine and step >= self.step
 
     def strike(self) -> None:
-        """Let it happen in this process."""
+        """Trigger the fault in this process."""
         if self.act in ("fill", "damage"):
             checkpoint.settle()
         match self.act:
@@ -92,7 +92,7 @@ def add_faults(*faults: Fault) -> None:
 
 
 def strike(step: int) -> None:
-    """Let the faults happen that are due after so many steps."""
+    """Trigger the faults that are due at this step."""
     for fault in [each for each in _due if each.due(step)]:
         _due.remove(fault)
         fault.strike()

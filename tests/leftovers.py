@@ -211,7 +211,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _own_shm() -> bool:
-    """Mount a separate /dev/shm for this process and its children: in the common one the owner of a
+    """Mount a separate /dev/shm for this process and its children: in the shared one the owner of a
     file cannot be determined. Without root return False; /dev/shm is then not checked.
     """
     try:

@@ -159,7 +159,7 @@ def records_of(log: bytes) -> list[bytes]:
 
 
 def read(kind: str, *args: str, env: Mapping[str, str]) -> Any:
-    """Read in a separate process: these libraries do not support a second reading in one
+    """Read in a separate process: these libraries cannot read twice in one
     process."""
     code = (
         f"import json; from tests import trackers; print('\\n' + "

@@ -279,7 +279,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
 
     def recorded_end(self, rank: int) -> Future[RecordedEnd | None]:
-        """Return how a rank ended, as its node knows, if its agent does not answer.
+        """Return, from its node's record, how a rank ended whose agent does not answer.
 
         None if the rank runs, or nothing is known.
         """
@@ -296,12 +296,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             return None
 
     def _look(self, rank: int, look: Callable[..., T | None], *args: Any) -> Future[T | None]:
-        """Return what a function of node.recorded_end finds on a rank's node."""
+        """Call a function of node.recorded_end on a rank's node, and return its result."""
         slot = self.plan.slots[rank]
         return self.hosts.on_node(rank, look, self.nodes.run_of(slot), slot.node.id, *args)
 
     def keep_value(self, rank: int, value: RankValue) -> None:
-        """Keep what a rank returned whose agent does not answer."""
+        """Keep the value of a rank whose agent does not answer."""
         self._known_values[rank] = value
 
     def give_up(self, silent: Collection[int]) -> None:

@@ -74,7 +74,7 @@ class RankEnd(ProcessEnd):
     error: RecordedError | None = None
     """The error that torch.distributed.elastic's `@record` wrote."""
     gpu_report: str = ""
-    """What NVML has said of its GPU, as readable text: its Xids, and that it is lost."""
+    """What NVML reported about its GPU, as readable text: its Xids, and whether it is lost."""
     kept: bool = False
     """Whether the process still runs, and waits for the next attempt (ParkRank)."""
     why_not_kept: str = ""

@@ -402,10 +402,10 @@ class RankProcess:
         return end
 
     async def _report_gpu(self, end: RankEnd) -> str:
-        """Return what NVML says of the GPU of a rank that failed: its Xids, and that it is lost.
+        """Return what NVML reports about a failed rank's GPU: its Xids, and whether it is lost.
 
-        Of a rank that was stopped, because others failed, only what is the GPU's fault. The restart
-        waits for NVML, so it is asked nothing about a rank that was killed.
+        For a rank that was stopped because others failed, only faults of the GPU. NVML is not
+        queried for a killed rank: the restart would wait for the answer.
         """
         failed = self.reports.raised or end.code or end.signal
         if end.stop_requested or not failed:

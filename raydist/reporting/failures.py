@@ -59,7 +59,7 @@ class Failure:
     kept: tuple[int, ...] = ()
     """The ranks that kept their processes."""
     why_not_kept: str = ""
-    """Why others did not that had not failed, although `restart.in_place` is set."""
+    """Why ranks that had not failed did not keep theirs, although `restart.in_place` is set."""
     resumed: int | None = None
     """The step from which the next attempt continued."""
     checkpoint: str = ""

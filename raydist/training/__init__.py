@@ -25,7 +25,8 @@ of it.
     models.py             Small models for the jobs: each trains in seconds on a CPU
     optim.py              The optimizer, its groups, its learning rate for a global batch, its
                           schedule
-    outlive.py            Has a training outlive another rank in this process, where that is exact
+    outlive.py            Continues a training in this process after another rank was killed, if
+                          exact
     parallel.py           Sharded models on a DeviceMesh: fully_shard by blocks, tensor parallelism
                           by plan
     pipeline.py           A model in pipeline stages, over torch.distributed.pipelining

@@ -1,4 +1,4 @@
-"""Has a training outlive another rank in this process, where that is exact. (rank side)"""
+"""Continues a training in this process after another rank was killed, if exact. (rank side)"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ a heartbeat, saves states. Never imports Ray.
                           attempt
     main.py               Start and end of a rank process: become the rank, run the job, report the
                           end
-    profiling.py          Profiles of this rank by torch's profiler, beside a training that goes on
+    profiling.py          Profiles of this rank by torch's profiler, during training
     program.py            Runs an existing program (script=) in a rank's process, as a shell would
     random_state.py       Seeds, captures and restores all random generators of a rank
     stacks.py             What a hung rank reports: the stacks of its threads, and its last

@@ -1,4 +1,4 @@
-"""Profiles of this rank by torch's profiler, beside a training that goes on. (rank side)
+"""Profiles of this rank by torch's profiler, during training. (rank side)
 
 A thread starts and stops the profiler, and writes the trace; the training waits only for the start,
 some milliseconds at the first step of the profile.
