@@ -170,7 +170,7 @@ def group_in_turn(
     """Return a placement group that has room, and the node of each bundle.
 
     With the queue, it is created when it is this run's turn: of two groups that wait, Ray places
-    the one that it tries first, and may keep a large one waiting for ever.
+    the one that it tries first, and may keep a large one waiting forever.
     """
     from ray.util.placement_group import remove_placement_group
 

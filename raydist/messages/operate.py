@@ -138,7 +138,7 @@ class SaveNow(OperateMessage):
 
 @dataclass(frozen=True)
 class ChangeSettings(OperateMessage):
-    """Have all ranks go on with other settings; reply with TextReply before and after."""
+    """Have all ranks change settings; reply with TextReply before and after."""
 
     words: Sequence[str]
     """As typed: `optim.lr=0.01`."""

@@ -109,7 +109,7 @@ class DoAfter(Request[None], RankMessage):
 
     step: int
     what: str
-    """save: save a checkpoint. set: go on with these `values` of settings, by name. profile: begin
+    """save: save a checkpoint. set: change settings to these `values`, by name. profile: begin
     the profile that PrepareProfile named; `values` has the number of its `steps`."""
     values: Mapping[str, Any]
     fit: int = 0

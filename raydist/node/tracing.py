@@ -47,9 +47,9 @@ def read_tracing(pid: int = 0, root: Path = Path("/")) -> Tracing:
 
 
 def find_py_spy() -> str | None:
-    """Return the path of py-spy: the one beside this Python, or the one on PATH."""
-    beside = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.defpath}"
-    return shutil.which("py-spy", path=beside) or shutil.which("py-spy")
+    """Return the path of py-spy: the one next to this Python, or the one on PATH."""
+    folders = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.defpath}"
+    return shutil.which("py-spy", path=folders) or shutil.which("py-spy")
 
 
 def _refused() -> bool:

@@ -111,7 +111,7 @@ def classify_end(
 
 
 def _with_gpu_report(end: End, report: RankEnd) -> End:
-    """Add to the message what NVML has said of the rank's GPU: CUDA's errors do not say so."""
+    """Add what NVML reported about the rank's GPU to the message: CUDA's errors do not have it."""
     if not report.gpu_report:
         return end
     return replace(end, message="; ".join(filter(None, [end.message, report.gpu_report])))

@@ -252,7 +252,7 @@ def _different(ranks: Sequence[RankState]) -> Diagnosis | None:
 def _mismatched(ranks: Sequence[RankState]) -> bool:
     """Return whether ranks have called different collectives under one number of a group.
 
-    gloo may let some of them go on to the next number: with another size, for example.
+    gloo may let some of them continue to the next number: with another size, for example.
     """
     called: dict[tuple[str, Any], dict[int, tuple[Any, ...]]] = {}
     for rank in ranks:

@@ -323,11 +323,11 @@ class Held(OfRank):
 
 
 class Released(OfRank):
-    """A rank that waited in the debugger goes on."""
+    """A rank that waited in the debugger continues."""
 
 
 class Changed(OfRank):
-    """Settings were changed in the run (`raydist set`): all ranks go on with other values."""
+    """Settings were changed in the run (`raydist set`): all ranks continue with other values."""
 
     step: int
     """The step after which."""

@@ -103,8 +103,8 @@ def last_whole_step(pages: Sequence[bytes | mmap.mmap]) -> int:
 
     `pages`: the first pages of the memories of a node's ranks; the first one has the whole states.
     Ranks that are stopped at the same moment may be one kept step apart. The state of a step that
-    not all of them have lacks the random generators of some, so it would not go on exactly: of the
-    kept steps it is the one that most ranks have, and the newest of these.
+    some ranks lack has no random generators of theirs, so it would not resume exactly: of the kept
+    steps it is the one that most ranks have, and the newest of these.
     """
     of_ranks = [complete_slots(page) for page in pages]
     whole = whole_slots(pages[0]) if pages else {}

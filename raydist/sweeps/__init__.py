@@ -8,7 +8,7 @@ way has its own thread in the driver; the main thread decides which trials run.
                           SweepResult
     folder.py             The folder of a sweep: a record per trial, and a summary; every file
                           always complete
-    importance.py         The importance of each setting while a sweep goes on, in a child process
+    importance.py         The importance of each setting during a sweep, computed in a child process
     optuna_study.py       Optuna's samplers by ask and tell, with a journal; the importance of
                           settings
     requests.py           Trials that a person adds to a sweep, as files in its folder

@@ -1,4 +1,4 @@
-"""The importance of each setting while a sweep goes on, in a child process. (driver)
+"""The importance of each setting during a sweep, computed in a child process. (driver)
 
 python -m raydist.sweeps.importance    reads a request as JSON, and prints the importance as JSON
 """
@@ -19,16 +19,16 @@ from raydist.sweeps.space import Choice, Interval
 from raydist.sweeps.trial import Objective, Trial
 
 GROWTH = 1.1
-"""It is computed again once there are this many times the finished trials of the last time."""
+"""It is computed again once the number of finished trials has grown by this factor."""
 MAX_TRIALS = 200
-"""Maximum number of finished trials that it is computed from.
+"""Maximum number of finished trials from which it is computed during the sweep.
 
-fANOVA takes more than a second of a core for so many; at the end of the sweep all are used.
+fANOVA takes more than a second of a core for 200 trials; at the end of the sweep all are used.
 """
 
 
 def next_count(done: int) -> int:
-    """Return from how many finished trials on it is computed again, after it was for `done`."""
+    """Return how many finished trials make it be computed again, if it was computed for `done`."""
     return max(optuna_study.LEAST, math.ceil(done * GROWTH), done + 1)
 
 
@@ -39,7 +39,7 @@ def some(trials: Sequence[Trial]) -> list[Trial]:
 
 
 class RunningImportance:
-    """The newest importance of the settings: one computation at a time, beside the sweep."""
+    """The newest importance of the settings: one computation at a time, during the sweep."""
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, receive, run_and_ranks, run_parser, take_options
 
 DESCRIPTION = """\
-Profiles the same steps of all ranks by torch's profiler, while the training goes on, and writes one
-file into the run folder: open it at https://ui.perfetto.dev. It has a row for each rank, and each
-GPU.
+Profiles the same steps of all ranks by torch's profiler, while the training continues. It writes a
+file into the run folder, with a row for each rank and each GPU: open it at
+https://ui.perfetto.dev.
 
     raydist profile steps=5
     raydist profile rank=0,3 steps=2 memory=true

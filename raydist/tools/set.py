@@ -15,13 +15,13 @@ from raydist.tools.command_line import run_tool
 from raydist.tools.running import connected_run, one_place, receive, run_parser
 
 DESCRIPTION = f"""\
-Has a run go on with other values of settings, on all ranks after the same step. Its checkpoints
-have them, so a restart and a resume go on with them.
+Changes settings of a running raydist.fit, on all ranks after the same step. Checkpoints have the
+new values, so a restart and a resume use them, too.
 
     raydist set optim.lr=0.01
 
 It can change {", ".join(CHANGEABLE[:-1])}
-and {CHANGEABLE[-1]} of raydist.fit.
+and {CHANGEABLE[-1]}.
 """
 
 

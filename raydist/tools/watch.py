@@ -56,7 +56,7 @@ def watch_parser() -> ToolParser:
         metavar="RUN",
         action="append",
         default=[],
-        help="draw another run in the same charts: its folder, or its name beside RUN; up to six",
+        help="draw another run in the same charts: its folder, or its name next to RUN; up to six",
     )
     parser.add_argument("--port", default="0", help="the port on 127.0.0.1 (default: a free one)")
     parser.add_argument(
@@ -92,14 +92,14 @@ def watch(arguments: argparse.Namespace) -> int:
             return write_export(arguments.export, root, first, fetch, others)
         if arguments.trace:
             return write_trace(arguments.trace, root, first)
-        beside = [name for name, path in others.items() if path == root / name]
-        if len(beside) < len(others):
+        near = [name for name, path in others.items() if path == root / name]
+        if len(near) < len(others):
             raise no_run(
                 f"--with {arguments.others[0]}",
                 "a page shows runs of one folder",
                 "--export FILE.html, which takes any run",
             )
-        query = f"?{urlencode([('with', name) for name in beside])}" if beside else ""
+        query = f"?{urlencode([('with', name) for name in near])}" if near else ""
         server = PageServer(root, first, secrets.token_urlsafe(16), fetch)
         return serve_until_stopped(server, port, query)
 
@@ -148,7 +148,7 @@ def find_run(arguments: argparse.Namespace, place: str, copies: Path) -> tuple[P
         name = place.rstrip("/").rpartition("/")[2]
         files = sweep_files = stored(object_store.parse_path(place))
     folder = copies / name
-    sweep = Mirror(folder, sweep_files, grows=True)  # trials go on to end
+    sweep = Mirror(folder, sweep_files, grows=True)  # its trials continue to end
     run = Mirror(folder, files, grows=bool(arguments.job))
     try:
         asyncio.run(sweep.fetch(SUMMARY, whole=True))

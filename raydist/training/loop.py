@@ -323,7 +323,7 @@ class Training:
         if self.job.train.nan == "end":
             raise NonFiniteError(f"{what} (train.nan=end); {self._save_batches(step)}")
         self.skipped += 1
-        # The first, then the second, fourth, …: bad data may go on for thousands of steps.
+        # The first, then the second, fourth, …: bad data may last for thousands of steps.
         if context.rank().rank == 0 and self.skipped & (self.skipped - 1) == 0:
             context.warn(f"{what}, so it changed no weight (train.nan=skip); {self.skipped} so far")
 

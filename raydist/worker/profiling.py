@@ -71,7 +71,7 @@ class Recording:
         return self._begin.is_set() and self._thread.is_alive()
 
     def begin(self, step: int, steps: int) -> None:
-        """Begin after this step, and end after so many more."""
+        """Begin after this step, and end `steps` steps later."""
         self._last = step + steps
         self._marks = self._marks._replace(first=step + 1)
         self._start()

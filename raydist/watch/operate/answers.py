@@ -162,7 +162,7 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
 
 
 def change_settings(run: OperatedRun, values: Values, connection: CommandLink) -> None:
-    """Have all ranks go on with these settings after their current step.
+    """Have all ranks change these settings after their current step.
 
     ConfigError: the program is not in raydist.fit. LaunchError: it has ended before that step.
     """

@@ -58,7 +58,7 @@ class DriverAddress:
 
 
 def read_address(folder: Path) -> DriverAddress | None:
-    """Return where the driver of this run folder listens or listened; None if nothing says so."""
+    """Return where the driver of this run folder listens or listened; None if unknown."""
     try:
         return DriverAddress(**json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

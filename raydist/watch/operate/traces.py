@@ -1,6 +1,6 @@
 """The traces of ranks -> one file for Perfetto: a row for each rank, on one clock. (driver)
 
-It runs in a process of its own, because a trace may have millions of events: the driver goes on.
+It runs in a separate process: a trace may have millions of events, and the driver must continue.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ class Life(threading.Thread):
         os.killpg(0, signal.SIGKILL)
 
     def released(self) -> bool:
-        """Report, once the run is over, whether the driver has said so: a dead one has not.
+        """Report, once the run is over, whether the driver announced it: a dead one did not.
 
-        That it is no longer our parent says less: it stays that for a moment after its death.
+        Its process id as our parent is no proof: it remains for a moment after the driver's death.
         """
         return bool(select.select([0], [], [], 0)[0]) and os.read(0, 1) != b""
 

@@ -1,4 +1,4 @@
-"""Follow a run folder while somebody looks: fold new events, return the news. (driver)"""
+"""Follow a run folder while a page is open: fold new events, return what is new. (driver)"""
 
 from __future__ import annotations
 
