@@ -45,7 +45,7 @@ END_S = 60.0
 POLL_S = 0.2
 """Seconds between two drawings of the table."""
 ROOM_S = 2.0
-"""Maximum seconds between two looks for room, reached gradually while no trial ends.
+"""Maximum seconds between two checks for room, reached gradually while no trial ends.
 
 Each look asks Ray for all nodes and placement groups.
 """
@@ -78,7 +78,7 @@ class Refresh:
 
 
 Message = Reached | Over | Refresh | Stopped | None
-"""None: a trial has got its slots, or lost them."""
+"""None: a trial was given slots, or lost them."""
 
 
 @dataclass

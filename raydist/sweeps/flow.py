@@ -44,13 +44,13 @@ class SweepResult:
     trials: tuple[Trial, ...]
     """Each with its number, settings, state, step, values of the objectives, metrics and folder."""
     best: tuple[Trial, ...] = ()
-    """The best finished trial; with several objectives those that no other one is better than in
-    all of them."""
+    """The best finished trial; with several objectives, the trials that no other trial beats in all
+    of them."""
     results: dict[int, Result[Any]] = field(default_factory=dict)
     """By number, of each trial that finished in this call; it has the values that the job's
     function returned."""
     importance: dict[str, float] = field(default_factory=dict)
-    """By setting, its part in the differences of the first objective; empty without Optuna or with
+    """By setting, its share of the variance of the first objective; empty without Optuna or with
     few trials."""
 
 

@@ -28,7 +28,7 @@ fANOVA takes more than a second of a core for 200 trials; at the end of the swee
 
 
 def next_count(done: int) -> int:
-    """Return how many finished trials make it be computed again, if it was computed for `done`."""
+    """Return the number of finished trials at which to compute it next, after `done`."""
     return max(optuna_study.LEAST, math.ceil(done * GROWTH), done + 1)
 
 
@@ -83,7 +83,7 @@ class RunningImportance:
         self._thread.start()
 
     def finish(self, trials: Sequence[Trial]) -> None:
-        """Compute it from all trials, here and now."""
+        """Compute it from all trials, in this process."""
         self.close()
         self.shares = optuna_study.importance(self._parts, self._wanted, trials)
 

@@ -31,7 +31,7 @@ A trial that continues after a pause is reported twice.
 PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy", "torch"), "qmc": ("scipy",)}
 """What samplers need besides Optuna."""
 LEAST = 4
-"""The least number of finished trials that tell the importance of settings."""
+"""Minimum number of finished trials from which the importance of settings is computed."""
 POPULATION = 50
 """Trials of a generation of nsga2: Optuna's default.
 
@@ -179,7 +179,7 @@ def mend(journal: Path) -> None:
 def weighable(
     parts: Mapping[str, Choice | Interval], wanted: Sequence[Objective], trials: Sequence[Trial]
 ) -> list[Trial]:
-    """Return the trials that tell the importance of settings; none without Optuna, or too few."""
+    """Return the trials from which importance is computed; empty without Optuna or with few."""
     done = [
         trial
         for trial in trials
@@ -195,7 +195,7 @@ def weighable(
 def importance(
     parts: Mapping[str, Choice | Interval], wanted: Sequence[Objective], trials: Sequence[Trial]
 ) -> dict[str, float]:
-    """Return how much each setting matters to the first objective, in fractions of 1.
+    """Return the share of each setting in the variance of the first objective, as fractions of 1.
 
     Empty without Optuna, or with few trials.
     """

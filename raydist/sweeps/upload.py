@@ -16,7 +16,7 @@ from raydist.watch.web.sweep import SUMMARY
 
 RECORDS = (SUMMARY, "sweep.csv", "sweep.jsonl", "multirun.yaml", NOTE)
 EVERY_S = 10.0
-"""Seconds between two looks for a change of the records."""
+"""Seconds between two checks for changed records."""
 
 
 class SweepUpload(AbstractContextManager["SweepUpload"]):
