@@ -53,6 +53,25 @@ def test_pre_commit_has_the_ruff_of_the_tests() -> None:
     assert f'"ruff=={revision.removeprefix("v")}"' in PYPROJECT
 
 
+@pytest.mark.parametrize(
+    ("message", "refused"),
+    [
+        ("x" * 72, False),
+        ("x" * 73, True),
+        (f"x\n\n{'x' * 99}\n", False),
+        (f"{'x' * 73}\n\nx\n", True),
+    ],
+)
+def test_the_subject_of_a_commit_is_short(message: str, refused: bool) -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (subject,) = (
+        hook for repo in hooks["repos"] for hook in repo["hooks"] if hook["id"] == "subject"
+    )
+    # As pygrep searches with --multiline.
+    found = re.search(subject["entry"].encode(), message.encode(), re.MULTILINE | re.DOTALL)
+    assert (found is not None) == refused
+
+
 def test_every_page_is_in_the_navigation() -> None:
     shown = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     outside = set(re.findall(r'": "([\w-]+\.md)"', (ROOT / "docs/site.py").read_text()))
