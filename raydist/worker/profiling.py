@@ -40,7 +40,7 @@ WRITE_S = 120.0
 
 
 class Recording:
-    """One profile of this rank, made by a thread of its own."""
+    """One profile of this rank, made in a separate thread."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Recording:
         self._start()
 
     def begin_now(self, seconds: float) -> None:
-        """Begin at once, and end after some seconds."""
+        """Begin at once, and end after this time in seconds."""
         self._seconds = seconds
         self._start()
 
@@ -95,7 +95,7 @@ class Recording:
                 self.end.set()
 
     def drop(self) -> None:
-        """End the thread: nobody will begin the profile."""
+        """End the thread: the profile will not begin."""
         self._dropped = True
         self._begin.set()
 
@@ -191,13 +191,13 @@ class RankProfiler:
         self._current = Recording(Path(f"{self._base}.{name}"), name, memory, self._turn, tell)
 
     def arm(self, first: int, last: int) -> None:
-        """Profile these steps, without another word; an event says why that can't be."""
+        """Profile these steps without a further request; an event reports if that is impossible."""
         prepare = Action(max(0, first - 2), "prepare", fit=None)
         begin = Action(first - 1, "profile", {"last": last}, fit=None)
         context.current().actions.arm([prepare, begin])
 
     def prepare_armed(self) -> None:
-        """Prepare the profile that watch.profile has asked for."""
+        """Prepare the profile that watch.profile requests."""
         rank = context.rank().rank
 
         def tell(why_not: str) -> None:
@@ -222,7 +222,7 @@ class RankProfiler:
             self._current.note_step(step)
 
     def finish(self) -> None:
-        """Write what there is of a profile, because the program ends."""
+        """Write the steps profiled so far, because the program ends."""
         if self._current is not None and self._current.active:
             self._current.finish()
 
@@ -292,7 +292,7 @@ def reason_against(turn: ProfilerTurn, memory: bool) -> str:
 
 
 def compress(path: str) -> None:
-    """Replace a file by a compressed one, quickly: the training needs the CPU."""
+    """Compress a file, with little CPU: the training needs it."""
     with open(path, "rb") as plain, gzip.open(f"{path}.gz", "wb", compresslevel=1) as packed:
         shutil.copyfileobj(plain, packed, 1 << 20)
     with contextlib.suppress(OSError):

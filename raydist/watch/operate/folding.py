@@ -33,7 +33,7 @@ class Seen:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What is equal for ranks that are at the same place."""
+        """What ranks at the same place have in common."""
         frames = tuple(frame.group() for frame in self.state.frames)
         held = self.state.state if self.state.state in "TtD" else ""
         native = self.native.error or native_frames(self.native.text) if self.native else ""
@@ -41,7 +41,7 @@ class Seen:
 
 
 def seen_of(rank: int, host: str, found: RankActivity, native: NativeStack | None) -> Seen:
-    """Return what an agent has found out about a rank."""
+    """Return what an agent knows about a rank."""
     state = RankState(
         rank,
         host,
@@ -142,7 +142,7 @@ def _stack(seen: Seen) -> Iterator[str]:
 
 
 def native_frames(text: str) -> str:
-    """Return what py-spy printed without what differs between equal processes: ids, addresses."""
+    """Return py-spy's output without ids and addresses, which differ between equal processes."""
     return re.sub(r"0x[0-9a-f]+|\b\d{3,}\b", "", text.partition("\n\n")[2])
 
 

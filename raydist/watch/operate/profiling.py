@@ -49,7 +49,7 @@ class Profile(NamedTuple):
     name: str
     ranks: Sequence[int]
     since: int
-    """The size of the file of events when it was asked for."""
+    """The size of the file of events at the time of the request."""
     leads: Mapping[str, float]
     """By node: the lead of its clock over the driver's, in seconds."""
 
@@ -137,7 +137,7 @@ def await_reports(events: Events, profile: Profile) -> dict[int, kinds.Profiled]
 def gather(
     group: WorkerGroup, folder: Path, profile: Profile, reports: Mapping[int, kinds.Profiled]
 ) -> tuple[list[str], str]:
-    """Bring the files of the ranks here, and join them; return lines for a person, and the file.
+    """Fetch the files of the ranks, and join them; return lines for a person, and the file.
 
     LaunchError: there is no trace, or they could not be joined.
     """
@@ -195,7 +195,7 @@ def bring(group: WorkerGroup, rank: int, path: str, to: Path) -> None:
 
 
 def join_parts(folder: Path, out: Path) -> None:
-    """Join the traces of a folder in a process of its own. LaunchError: it failed."""
+    """Join the traces of a folder in a separate process. LaunchError: it failed."""
     command = [sys.executable, "-m", traces.__name__, str(folder), str(out)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -206,7 +206,7 @@ def join_parts(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def collecting(steps: str, group: WorkerGroup, events: Events) -> Iterator[None]:
-    """Gather the profiles of `watch.profile` while the block runs. Their failure ends no run.
+    """Gather the profiles of `watch.profile` while the block runs. A failure does not end the run.
 
     `steps`: the setting.
     """

@@ -1,4 +1,4 @@
-"""What commands leave in the run folder: a file with the answer, and an event. (driver)"""
+"""What a command leaves in the run folder: a file with its answer, and an event. (driver)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raydist.shared.kinds import Event
 FOLDER = "operate"
 """The folder of the answers, in the run folder."""
 LOOK_S = 0.1
-"""Seconds between two looks at the file of events."""
+"""Seconds between two reads of the file of events."""
 
 
 def new_file(folder: Path, name: str, suffix: str) -> Path:

@@ -70,7 +70,7 @@ def join_traces(folder: Path, out: Path) -> None:
 
 
 def within(events: Iterable[Mapping[str, Any]], window: Window) -> Iterator[Mapping[str, Any]]:
-    """Return the events of the steps: those that begin in the window, and what they had a GPU do.
+    """Return the events of the steps: those that begin in the window, and their work on a GPU.
 
     A GPU is behind its host, so what it does is known by the number of the call that caused it.
     """
@@ -102,7 +102,7 @@ def on_gpu(event: Mapping[str, Any]) -> bool:
 
 
 def correlation(event: Mapping[str, Any]) -> int | None:
-    """Return the number that a call of CUDA shares with what it caused; None: it has none."""
+    """Return the number that a call of CUDA shares with the work that it starts; None: none."""
     number = event.get("args", {}).get("correlation")
     return event.get("id") if number is None and event.get("cat") == "ac2g" else number
 

@@ -16,7 +16,7 @@ HELD = {
 }
 """States of a process in which it does not continue by itself, by the letter of /proc/PID/stat."""
 QUIET_S = 10.0
-"""Seconds without a heartbeat from which on a rank's silence is shown."""
+"""Seconds without a heartbeat after which a rank's silence is shown."""
 
 
 def status_row(rank: int, host: str, status: RankStatus | None) -> RankLine:
