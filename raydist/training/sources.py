@@ -456,12 +456,22 @@ def keeps_its_place(train: Any) -> bool:
     The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that
     resumes from it loses them (datasets, IterableDataset.state_dict).
     """
-    inner = getattr(train, "_ex_iterable", None)
-    while inner is not None:
-        if type(inner).__name__.startswith("BufferShuffled"):
+    if isinstance(train, IterableDataset) and of_datasets(train):
+        streams = import_module("datasets.iterable_dataset")
+        buffer = getattr(streams, "BufferShuffledExamplesIterable", None)
+        # Of a `datasets` without this class nobody knows which streams have a buffer.
+        if buffer is None or has_part(train, buffer):
             return False
-        inner = getattr(inner, "ex_iterable", None)
     return hasattr(train, "state_dict") and hasattr(train, "load_state_dict")
+
+
+def has_part(stream: Any, kind: type) -> bool:
+    """Report whether a stream of Hugging Face is, or reads from, an object of this class."""
+    if isinstance(stream, list | tuple):
+        return any(has_part(each, kind) for each in stream)
+    if type(stream).__module__ != kind.__module__:
+        return False
+    return isinstance(stream, kind) or has_part([*vars(stream).values()], kind)
 
 
 def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:

@@ -339,6 +339,22 @@ def test_what_a_source_does_not_promise_is_said_once_by_rank_0(name: str, traine
         assert second[name][2] == []
 
 
+@pytest.mark.skipif("datasets" not in SOURCES, reason="datasets is not installed")
+def test_a_shuffle_buffer_is_found_in_every_part_of_a_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import datasets
+    from datasets import iterable_dataset
+
+    plain, shuffled = streaming(4), streaming(4, 20)
+    mixed = datasets.interleave_datasets([plain, shuffled.take(8)])
+    assert sources.keeps_its_place(plain.map(dict))
+    assert not any(map(sources.keeps_its_place, (shuffled, shuffled.map(dict), mixed)))
+    # A version that calls the buffer otherwise.
+    monkeypatch.delattr(iterable_dataset, "BufferShuffledExamplesIterable")
+    assert not sources.keeps_its_place(plain)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_stream_goes_on_with_another_number_of_ranks(world: int, tmp_path: Path) -> None:
     def learn(job: Job) -> list[list[int]]:
