@@ -28,11 +28,16 @@ LOG_EVERY_S = 0.5
 """Seconds between two reads of a growing log by Ray."""
 CONNECT_S = 30.0
 """Limit on connecting to the dashboard for a log."""
-TOKEN_SETUP = "ray._private.authentication.authentication_token_setup"
 STATE, SERVICES = "ray._private.state", "ray._private.services"
 MESSAGES, STUBS = "ray.core.generated.gcs_service_pb2", "ray.core.generated.gcs_service_pb2_grpc"
 NODE_MESSAGES = "ray.core.generated.node_manager_pb2"
 NODE_STUBS = "ray.core.generated.node_manager_pb2_grpc"
+GCS_CLIENT = "ray._private.worker:global_worker.gcs_client"
+AUTHENTICATION = "ray._private.authentication"
+TOKEN_SETUP = f"{AUTHENTICATION}.authentication_token_setup"
+WRONG_TOKEN = f"{AUTHENTICATION}.authentication_constants:TOKEN_INVALID_ERROR_MESSAGE"
+USES_TOKENS = f"{AUTHENTICATION}.authentication_utils:is_token_auth_enabled"
+PRESTART = (f"{NODE_MESSAGES}:PrestartWorkersRequest", f"{NODE_STUBS}:NodeManagerServiceStub")
 POPEN = f"{SERVICES}:ConsolePopen"
 """What starts each process of Ray."""
 KILL = "ray._private.node:Node.kill_all_processes"
@@ -50,8 +55,9 @@ at the same time.
 OPTIONAL = {
     f"{STATE}:state.get_draining_nodes": "raydist notices a drained node only when it is gone",
     f"{STATE}:state.get_cluster_config": "raydist reads the autoscaler's node types from its file",
-    f"{NODE_MESSAGES}:PrestartWorkersRequest": "the actors of a further run take half a second "
-    "longer to start",
+    **dict.fromkeys(PRESTART, "the actors of a further run take half a second longer to start"),
+    WRONG_TOKEN: "a wrong token is reported as a missing one",
+    USES_TOKENS: "a Ray without tokens, which refuses those of this process, is not named",
     SERIALIZERS: "each command takes a fifth of a second longer",
     POPEN: "a signal to the whole process group ends Ray before the ranks",
     KILL: "a Ray that raydist started takes a second longer to end",
@@ -338,9 +344,7 @@ def refused_token(message: str) -> bool:
 
     The alternative is a missing token.
     """
-    wrong = find_part(
-        "ray._private.authentication.authentication_constants:TOKEN_INVALID_ERROR_MESSAGE"
-    )
+    wrong = find_part(WRONG_TOKEN)
     return bool(wrong) and wrong in message
 
 
@@ -380,7 +384,7 @@ def needs_no_token(address: str, timeout: float) -> bool:
     """Return whether the GCS at host:port answers without a token, though this process has one."""
     import grpc
 
-    enabled = find_part("ray._private.authentication.authentication_utils:is_token_auth_enabled")
+    enabled = find_part(USES_TOKENS)
     if enabled is None or not enabled() or os.environ.get("RAY_USE_TLS", "0") in ("1", "true"):
         return False
     with contextlib.closing(grpc.insecure_channel(address)) as channel:
@@ -397,12 +401,13 @@ def prestart_workers(address: str, number: int, keep_s: float, timeout: float) -
     The next actor without a runtime_env, whichever it is, can use them. The raylet ends those that
     nobody has used within `keep_s` seconds. grpc.RpcError if it does not answer.
     """
-    if (request := find_part(f"{NODE_MESSAGES}:PrestartWorkersRequest")) is not None:
-        with grpc_channel(address) as channel:
-            stub = require(f"{NODE_STUBS}:NodeManagerServiceStub")(channel)
-            stub.PrestartWorkers(
-                request(num_workers=number, keep_alive_duration_secs=int(keep_s)), timeout=timeout
-            )
+    request, stub = map(find_part, PRESTART)
+    if request is None or stub is None:
+        return
+    with grpc_channel(address) as channel:
+        stub(channel).PrestartWorkers(
+            request(num_workers=number, keep_alive_duration_secs=int(keep_s)), timeout=timeout
+        )
 
 
 def skip_serializers() -> None:
@@ -457,8 +462,7 @@ def connect_kv() -> None:
     This is needed if an earlier Cluster of this process has ended and cut the connection.
     """
     if not require("ray.experimental.internal_kv:_internal_kv_initialized")():
-        client = require("ray._private.worker:global_worker").gcs_client
-        require("ray.experimental.internal_kv:_initialize_internal_kv")(client)
+        require("ray.experimental.internal_kv:_initialize_internal_kv")(require(GCS_CLIENT))
 
 
 def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
@@ -475,36 +479,43 @@ def kv_put(key: str, value: bytes, overwrite: bool = True) -> None:
 
     Not `overwrite`: unless it has one.
     """
-    _gcs_client().internal_kv_put(key.encode(), value, overwrite, KV_NAMESPACE, KV_S)
+    _gcs_method("internal_kv_put")(key.encode(), value, overwrite, KV_NAMESPACE, KV_S)
 
 
 def kv_get(key: str) -> bytes | None:
     """Return raydist's value of this key in the GCS's store; None if it has none."""
-    value: bytes | None = _gcs_client().internal_kv_get(key.encode(), KV_NAMESPACE, KV_S)
+    value: bytes | None = _gcs_method("internal_kv_get")(key.encode(), KV_NAMESPACE, KV_S)
     return value
 
 
 def kv_delete(key: str) -> None:
     """Remove raydist's value of this key from the GCS's store, if it has one."""
-    _gcs_client().internal_kv_del(key.encode(), False, KV_NAMESPACE, KV_S)
+    _gcs_method("internal_kv_del")(key.encode(), False, KV_NAMESPACE, KV_S)
 
 
 def kv_values(prefix: str) -> dict[str, bytes]:
     """Return raydist's keys in the GCS's store that begin so, with their values."""
-    client = _gcs_client()
-    keys = client.internal_kv_keys(prefix.encode(), KV_NAMESPACE, KV_S)
-    found: dict[bytes, bytes] = client.internal_kv_multi_get(keys, KV_NAMESPACE, KV_S)
+    keys = _gcs_method("internal_kv_keys")(prefix.encode(), KV_NAMESPACE, KV_S)
+    found: dict[bytes, bytes] = _gcs_method("internal_kv_multi_get")(keys, KV_NAMESPACE, KV_S)
     return {key.decode(): value for key, value in found.items()}
 
 
 def dead_jobs() -> set[str]:
     """Return the ids of the Ray jobs whose driver has ended, according to the GCS."""
-    jobs = _gcs_client().get_all_job_info(
+    jobs = _gcs_method("get_all_job_info")(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True, timeout=KV_S
     )
     return {id.hex() for id, job in jobs.items() if job.is_dead}
 
 
-def _gcs_client() -> Any:
-    """Return this process's client of the GCS."""
-    return require("ray._private.worker:global_worker").gcs_client
+def _gcs_method(name: str) -> Any:
+    """Return a method of this process's client of the GCS.
+
+    ConnectionError: ray.shutdown() has removed the client. LaunchError: this Ray's has no such
+    method.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise ConnectionError("this process is not connected to Ray")
+    return require(f"{GCS_CLIENT}.{name}")

@@ -22,6 +22,9 @@ from raydist.shared.errors import LaunchError
 from tests.conftest import ROOT
 from tests.records import read_events
 
+JOB = "_ray_internal_job_info_gone"
+"""The key of a submitted job's entry in the GCS's store."""
+
 
 def private_uses(file: Path) -> list[str]:
     """The private modules and names of Ray and torch that a file imports or reads."""
@@ -65,8 +68,11 @@ def test_this_ray_lacks_nothing() -> None:
 @pytest.mark.ray
 @pytest.mark.usefixtures("on_ray")
 @pytest.mark.parametrize("part", ray_private.OPTIONAL)
-def test_each_optional_part_may_be_missing(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_optional_part_may_be_missing(
+    part: str, monkeypatch: pytest.MonkeyPatch, ray_address: str
+) -> None:
     import ray
+    from ray._private.authentication import authentication_constants
 
     hide(monkeypatch, part)
     assert [text.partition(":")[2] for text in ray_private.missing_parts()] == [
@@ -77,6 +83,11 @@ def test_each_optional_part_may_be_missing(part: str, monkeypatch: pytest.Monkey
     assert ray_private.cluster_config() is None
     assert ray_private.started_processes() == []
     connect.keep_workers({node["NodeID"]: 0}, 1.0)
+    raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+    ray_private.prestart_workers(raylet, 0, 1.0, 10.0)
+    wrong = authentication_constants.TOKEN_INVALID_ERROR_MESSAGE
+    assert ray_private.refused_token(f"401: {wrong}") == (part != ray_private.WRONG_TOKEN)
+    assert not ray_private.needs_no_token(ray_address, 10.0)
     with ray_private.few_processes_in_own_sessions(), ray_private.killed_on_shutdown():
         pass
     ray_private.skip_serializers()
@@ -87,13 +98,32 @@ def test_each_optional_part_may_be_missing(part: str, monkeypatch: pytest.Monkey
 def test_a_needed_part_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_address: str
 ) -> None:
-    worker = "ray._private.worker:global_worker"
+    from ray.experimental import internal_kv
+
+    def connect_anew() -> None:
+        internal_kv._internal_kv_reset()  # as ray.cluster_utils.Cluster.shutdown() does
+        ray_private.connect_kv()
+
+    def take_package() -> None:
+        internal_kv._internal_kv_put("gcs://package", b"x")
+        assert ray_private.take_package(ray_address, "package") == b"x"
+
+    def change_job() -> None:
+        internal_kv._internal_kv_put(JOB, json.dumps({"status": "RUNNING"}), namespace="job")
+        try:
+            ray_private.change_job_entry(ray_address, "gone", lambda entry: entry, 5)
+        finally:
+            internal_kv._internal_kv_del(JOB, namespace="job")
+
+    client, messages = ray_private.GCS_CLIENT, ray_private.MESSAGES
     needed: dict[str, Callable[[], object]] = {
         f"{ray_private.STATE}:available_resources_per_node": connect.alive_nodes,
         f"{ray_private.STATE}:actors": lambda: ray_private.is_dead("f" * 32),
         f"{ray_private.SERVICES}:canonicalize_bootstrap_address": connect.running_address,
         "ray._private.worker:_global_node.get_logs_dir_path": ray_private.log_folder,
-        f"{worker}.node.get_runtime_env_dir_path": lambda: runtime_env.upload(str(tmp_path)),
+        "ray._private.worker:global_worker.node.get_runtime_env_dir_path": lambda: (
+            runtime_env.upload(str(tmp_path))
+        ),
         "ray._private.runtime_env.working_dir:upload_working_dir_if_needed": lambda: (
             runtime_env.upload(str(tmp_path))
         ),
@@ -103,6 +133,23 @@ def test_a_needed_part_that_is_missing_is_named(
         f"{ray_private.STUBS}:NodeInfoGcsServiceStub": lambda: gcs.answers(ray_address),
         f"{ray_private.MESSAGES}:CheckAliveRequest": lambda: gcs.answers(ray_address),
         "ray._private.accelerators.nvidia_gpu:NvidiaGPUAcceleratorManager": ray_private.count_gpus,
+        f"{ray_private.TOKEN_SETUP}:maybe_enable_token_auth_if_token_available": lambda: (
+            gcs.answers(ray_address)
+        ),
+        f"{ray_private.STUBS}:InternalKVGcsServiceStub": take_package,
+        f"{messages}:InternalKVGetRequest": take_package,
+        f"{messages}:InternalKVDelRequest": take_package,
+        f"{messages}:InternalKVPutRequest": change_job,
+        "ray.dashboard.modules.job.common:JobInfoStorageClient": change_job,
+        "ray._private.ray_constants:KV_NAMESPACE_JOB": change_job,
+        client: connect_anew,
+        "ray.experimental.internal_kv:_initialize_internal_kv": connect_anew,
+        f"{client}.internal_kv_put": lambda: ray_private.kv_put("raydist/test", b"x"),
+        f"{client}.internal_kv_get": lambda: ray_private.kv_get("raydist/test"),
+        f"{client}.internal_kv_keys": lambda: ray_private.kv_values("raydist/test"),
+        f"{client}.internal_kv_multi_get": lambda: ray_private.kv_values("raydist/test"),
+        f"{client}.internal_kv_del": lambda: ray_private.kv_delete("raydist/test"),
+        f"{client}.get_all_job_info": ray_private.dead_jobs,
     }
     for part, function in needed.items():
         function()
@@ -110,6 +157,14 @@ def test_a_needed_part_that_is_missing_is_named(
             hide(without, part)
             with pytest.raises(LaunchError, match=re.escape(f"has no {part}, which raydist needs")):
                 function()
+        ray_private.connect_kv()
+
+
+def test_without_a_connection_the_store_of_the_queue_does_not_answer() -> None:
+    code = "from raydist.cluster import ray_private; ray_private.kv_get('key')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ConnectionError: this process is not connected to Ray" in done.stderr
 
 
 def test_a_client_without_a_token_for_logs_is_named() -> None:
