@@ -132,9 +132,12 @@ class OptunaSampler:
         curve = dict(trial.curve) if len(self._wanted) == 1 else {}
         done = values if state == kinds.COMPLETE else None
         if known is not None and known.state == kinds.RUNNING:
-            own_trial = optuna.trial.Trial(self._study, known._trial_id)
-            for step, value in curve.items():
-                own_trial.report(value, step)
+            # Optuna has no public way to report values of a trial that another process began.
+            # Without the id, samplers learn only how the trial ended.
+            if (id := getattr(known, "_trial_id", None)) is not None:
+                own_trial = optuna.trial.Trial(self._study, id)
+                for step, value in curve.items():
+                    own_trial.report(value, step)
             self._study.tell(known.number, done, state=state)
         elif done or known is None:  # it was paused, which is an end for Optuna; or added by hand
             self._study.add_trial(

@@ -15,20 +15,18 @@ from torch.utils.checkpoint import (
 )
 
 from raydist.shared.errors import ConfigError
+from raydist.worker import torch_private
 
 ATEN = torch.ops.aten
 KEPT = frozenset(
-    {
+    [
         ATEN.mm.default,
         ATEN.addmm.default,
         ATEN.bmm.default,
         ATEN.baddbmm.default,
         ATEN.convolution.default,
-        ATEN._scaled_dot_product_flash_attention.default,
-        ATEN._scaled_dot_product_efficient_attention.default,
-        ATEN._scaled_dot_product_cudnn_attention.default,
-        ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    }
+        *torch_private.attention_kernels(),
+    ]
 )
 """The operations whose outputs `selective` keeps: products of matrices, convolutions, attention.
 They take most of the time of a forward pass."""

@@ -29,6 +29,14 @@ GIVE_WAY_S = 60.0
 HISTORY = 100_000
 """Allocations that a memory snapshot holds, oldest dropped first."""
 
+ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""The operations that torch.nn.functional.scaled_dot_product_attention calls."""
+
 
 class Recorder(NamedTuple):
     """One instance of torch's flight recorder; each backend implementation records into its own."""
@@ -84,6 +92,17 @@ def _dump(recorder: Recorder) -> list[Any] | None:
         said = dump(includeCollectives=True, onlyActive=False, backend=recorder.instance)
     entries: list[Any] = json.loads(said).get("entries") or []
     return entries
+
+
+def attention_kernels() -> list[Any]:
+    """Return the operations of attention that this torch has.
+
+    The output of any other is computed again with `train.recompute=selective`.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    return [getattr(aten, name).default for name in ATTENTION if hasattr(aten, name)]
 
 
 def connects_anew() -> bool:
@@ -168,7 +187,10 @@ def note_operations(note: Callable[[Any, Any], None]) -> AbstractContextManager[
 
 
 def import_dynamo() -> None:
-    """Import what torch's optimizers otherwise import in their first step."""
+    """Import what torch's optimizers otherwise import in their first step.
+
+    `run_standalone` says what goes wrong if that is while a DDP model exists.
+    """
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
 
@@ -177,6 +199,7 @@ def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place: on a GPU in a few kernels, in place of one for each tensor."""
     import torch
 
+    # The public clip_grads_with_norm_ takes parameters, and these are the local parts of DTensors.
     if multiply := getattr(torch, "_foreach_mul_", None):
         multiply(tensors, factor)
         return

@@ -3,6 +3,7 @@ they lack."""
 
 from __future__ import annotations
 
+import copy
 import math
 import resource
 import statistics
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +161,29 @@ def test_a_resumed_trial_is_told_twice_and_the_settings_have_their_importance(
     )
     assert next(iter(shares)) == "model"
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+
+
+def test_without_the_id_of_a_trial_optuna_learns_its_end_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = optuna_study.OptunaSampler._known
+
+    def without_id(self: optuna_study.OptunaSampler, number: int) -> Any:
+        if (known := copy.copy(find(self, number))) is not None:
+            del known._trial_id
+        return known
+
+    curves = []
+    for folder, method in (("with", find), ("without", without_id)):
+        monkeypatch.setattr(optuna_study.OptunaSampler, "_known", method)
+        (tmp_path / folder).mkdir()
+        sampler = opened(tmp_path / folder, "tpe", ONE)
+        assert isinstance(sampler, optuna_study.OptunaSampler)
+        sampler.tell(Trial(0, sampler.propose(0), state="ended", curve=((1, 9.0),)))
+        (known,) = sampler._study.get_trials()
+        assert known.state == optuna.trial.TrialState.PRUNED
+        curves.append(known.intermediate_values)
+    assert curves == [{1: 9.0}, {}]
 
 
 @pytest.mark.parametrize("name", ["tpe", "cmaes", "nsga2"])

@@ -327,6 +327,16 @@ def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert torch_private.scaler_state(scaler) == {"scale": 2.0}
 
 
+def test_a_torch_without_a_kernel_of_attention_has_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels = torch_private.attention_kernels()
+    assert len(kernels) == len(torch_private.ATTENTION)
+    names = ("_no_such_attention", *torch_private.ATTENTION[1:])
+    monkeypatch.setattr(torch_private, "ATTENTION", names)
+    assert torch_private.attention_kernels() == kernels[1:]
+
+
 def test_a_torch_whose_profilers_are_not_known_is_not_profiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
