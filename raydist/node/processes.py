@@ -1,4 +1,7 @@
-"""Signals, awaits and ends processes and their children; reads their state and error. (actor)"""
+"""Signals, awaits and ends processes and their children; reads their state and error. (actor)
+
+It reads /proc itself: importing psutil takes 0.03 s in each actor and each fork server.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """How a rank ended, and the newest state, of a run whose agents do not answer. (actor)
 
-The ends are in files on the node; the node's fork server answers for the state.
+The ends are in files on the node; the node's fork server answers for the state. Without them the
+ranks of a node whose actor is stopped (SIGSTOP, a debugger) would be started again after their end:
+what they returned would be lost.
 """
 
 from __future__ import annotations

@@ -136,11 +136,11 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             self._post(hang)
 
     def _at_work(self, answers: Mapping[int, RankActivity], certain: bool) -> bool:
-        """Return whether ranks make further collectives: they were then between two of them.
+        """Return whether ranks have made further collectives since they answered.
 
-        Ranks that report no steps may be. And on a busy machine ranks answer one after another, and
-        NCCL's watchdog records late that a collective is complete, so that ranks which wait in
-        different ones may go on: `certain` is what was seen of them at once.
+        Ranks that report no steps may train. So may ranks that seemed to wait in different
+        collectives (`certain`): on a busy machine they answer one after another, and NCCL's
+        watchdog records late that a collective is complete.
         """
         with self._lock:
             learning = self._stalls.learning()
