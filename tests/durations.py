@@ -23,9 +23,20 @@ ESSENTIAL = {
     "tests/scenarios/test_horovod_run.py": (
         "test_a_stall_ends_the_run_and_the_log_names_who_was_missing",
     ),
+    "tests/scenarios/test_in_place_run.py": ("test_a_killed_rank_is_replaced_and_the_other_stays",),
     "tests/scenarios/test_jobs.py": (
         "test_the_language_model_runs_under_every_division[parallel=pp-2]",
     ),
+    "tests/scenarios/test_notify.py": (
+        "test_a_dead_webhook_costs_a_warning_and_a_command_gets_the_cause",
+    ),
+    "tests/scenarios/test_operate.py": (
+        "test_ranks_says_where_each_rank_is_and_what_it_does",
+        "test_stacks_says_where_each_odd_rank_is_and_how_it_knows",
+        "test_exec_runs_where_the_rank_runs_and_ends_as_the_command",
+    ),
+    "tests/scenarios/test_operate_set.py": ("test_all_ranks_go_on_with_the_new_values",),
+    "tests/scenarios/test_queue.py": ("test_a_paused_run_goes_on_once_it_is_resumed",),
     "tests/scenarios/test_restart_run.py": (
         "test_a_run_that_is_struck_ends_as_if_it_had_not_been[kill16--gloo]",
     ),

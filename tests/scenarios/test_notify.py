@@ -17,7 +17,7 @@ from raydist.shared import env_names
 from tests.programs import Program
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 SECRET = "T0/B0/hush-hush"
 JOB = """
 import os, signal, time

@@ -27,7 +27,6 @@ from tests.programs import Program
 from tests.rig import requires_root
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
 ODD = """
     import ctypes, os, signal, time
     import torch

@@ -7,12 +7,9 @@ import textwrap
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.programs import Program
 from tests.scenarios.test_operate import debug, operate
 
-pytestmark = pytest.mark.slow
 LIMIT_S = 300
 """Limit on the wait for a program on a busy machine."""
 SHORT_S = 20

@@ -17,7 +17,6 @@ from tests.conftest import ROOT
 from tests.programs import Program
 from tests.scenarios.test_operate import operate
 
-pytestmark = pytest.mark.slow
 LATE = """
     import os, signal, time
     from pathlib import Path

@@ -21,7 +21,6 @@ from tests.conftest import ROOT
 from tests.programs import Program
 from tests.scenarios.test_operate import FIT, operate
 
-pytestmark = pytest.mark.slow
 LOOP = """
     import os, time
     import torch

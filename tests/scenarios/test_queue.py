@@ -15,7 +15,7 @@ from raydist.tools.queue import main as queue_command
 from tests.programs import HEAD, Program
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 JOB = '''
 import json, os, time
@@ -223,6 +223,18 @@ def test_a_person_pauses_moves_resumes_and_cancels_runs(person: Person) -> None:
     (back,) = first.events("restarted")
     assert (back["paused"], back["repeated"]) == (True, 0)
     wait_until(lambda: not person.queue(), "an empty queue")
+
+
+def test_a_paused_run_goes_on_once_it_is_resumed(person: Person) -> None:
+    run = person.train("run")
+    run.wait_for_step(1)
+    assert "stops after a step" in person.type_queue("pause", "run")
+    waits(run, "type: raydist queue resume run")
+    person.hurry("run")
+    assert "waits in the queue again" in person.type_queue("resume", "run")
+    assert run.wait() == 0, run.screen
+    (back,) = run.events("restarted")
+    assert (back["paused"], back["repeated"]) == (True, 0)
 
 
 def test_a_short_run_passes_a_large_one_that_has_room_only_later(person: Person) -> None:

@@ -14,7 +14,6 @@ from raydist.shared.kinds import EventJson
 from tests.conftest import ROOT
 from tests.programs import Program
 
-pytestmark = pytest.mark.slow
 WORDS = (
     f"job={ROOT}/tests/scripts/repeats.py",
     "name=repeats",

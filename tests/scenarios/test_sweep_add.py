@@ -15,7 +15,7 @@ import pytest
 from tests.programs import Program
 from tests.records import read_events
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 JOB = """
 import os, time
 import raydist

@@ -13,7 +13,7 @@ from tests.programs import Program
 from tests.records import read_events
 from tests.scenarios.test_sweep import PROGRAM
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 JOB = """
 import os, time
 import raydist

@@ -16,7 +16,7 @@ from tests.stores import SECRET, store
 from tests.waiting import wait_until
 from tests.watch.test_web_mirror import exported
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 PATIENCE_S = 240.0
 JOB = """
 import os, time

@@ -12,7 +12,7 @@ import pytest
 
 from tests.programs import HEAD, Program
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 CLUSTER = f"""
 import sys

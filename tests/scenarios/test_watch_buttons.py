@@ -10,15 +10,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import pytest
-
 from tests.browser import Browser, needs_chromium
 from tests.programs import Program
 from tests.scenarios.test_operate import FIT, rows
 from tests.scenarios.test_watch_page import assert_only_local, status_of
 from tests.watch.test_web_accessibility import AXE, violations
 
-pytestmark = pytest.mark.slow
 CLICK = "document.querySelector('#operate [value={}]').click()"
 IDLE = "document.querySelector('#operate [value=save]').ariaDisabled == 'false'"
 PATIENCE_S = 600.0
