@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Protocol
 
@@ -106,35 +104,17 @@ class WholeCheckpointer:
         drawn = torch.stack(self.comm.gather(random_state.capture(model.device)))
         extra = {"position": state.position(), "random": drawn, **state.order.owns()}
         if context.rank().rank != 0 or self.snapshots.to_disk(step, extra, metrics):
-            groups.wait_for_rank_0(self.comm, lambda within_s: True)
+            groups.wait_for_all(self.comm, lambda within_s: True)
         else:
+            # No process writes for the rank: this takes until everything is saved.
             whole = {**state.common(), **extra, "config": as_saved(self.job)}
-            self._write(step, whole, metrics, model.device)
+            groups.work_in_turns(
+                self.comm, lambda: checkpoint.save(step, whole, metrics, self.job.checkpoint)
+            )
         self.saved = step
 
-    def _write(
-        self, step: int, state: State, metrics: dict[str, float], device: torch.device
-    ) -> None:
-        """Save on rank 0, in another thread, while all ranks wait.
-
-        If no process writes for the rank, this takes until everything is saved.
-        """
-
-        def write() -> None:
-            # A new thread starts on GPU 0, and would create a context there.
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            checkpoint.save(step, state, metrics, self.job.checkpoint)
-
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(write)
-            groups.wait_for_rank_0(
-                self.comm, lambda within_s: bool(futures.wait([writing], within_s).done)
-            )
-            writing.result()
-
     def rest(self) -> None:
-        groups.wait_for_rank_0(self.comm, self.snapshots.rest)
+        groups.wait_for_all(self.comm, self.snapshots.rest)
 
 
 class ShardCheckpointer:
@@ -199,7 +179,7 @@ class ShardCheckpointer:
         return state_of(state.stepper.model, facts, state.progress.loss)
 
     def rest(self) -> None:
-        groups.wait_for_rank_0(self.comm, sharded.rest)
+        groups.wait_for_all(self.comm, sharded.rest)
 
 
 class SavedWhole(Saved):

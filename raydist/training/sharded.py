@@ -56,7 +56,7 @@ from raydist.state.snapshot_layout import SAVE_SLOT, State
 from raydist.state.write import FileFacts, SaveRequest, drop, unloadable
 from raydist.training.reshard import PartsReader
 from raydist.worker import checkpoint, context
-from raydist.worker.groups import new_group, wait_for_rank_0
+from raydist.worker.groups import new_group, wait_for_all, work_in_turns
 
 OFFERS = 2
 """Limit on the newest states that a rank offers: it has two slots for its own states and two for
@@ -126,7 +126,7 @@ def save(
     returns None then, on all ranks.
     """
     context.phase("save")
-    wait_for_rank_0(context.current().comm, rest)
+    wait_for_all(context.current().comm, rest)
     began, request = time.perf_counter(), checkpoint.save_request(step, {}, metrics, settings)
     me = context.rank()
     part = RankPart(me.rank, me.world_size, local(state), RankPlanner(me.rank).plan(state))
@@ -193,23 +193,33 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
 
 
 def _write_together(request: SaveRequest, part: RankPart) -> str:
-    """Write each rank's shards and commit them on rank 0; return why that failed, on all ranks."""
-    me, own = context.rank(), State()
+    """Write each rank's shards and commit them on rank 0; return why that failed, on all ranks.
+
+    Both may take longer than a collective: a rank of another replica writes nothing, and would wait
+    for those that do.
+    """
+    me, comm = context.rank(), context.current().comm
     mark = _gather_states({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
     temporary = temporary_name(request.folder, request.step, mark)
-    try:
-        begin_writing(temporary)
-        own["files"] = {name: vars(facts) for name, facts in write_part(temporary, part).items()}
-    except Exception as error:  # an error of the disk or of the object store
-        own["why"] = f"rank {me.rank}: {object_store.reason(error)}"
-    states = _gather_states(own)
+    states = _gather_states(work_in_turns(comm, lambda: _write_part(temporary, part)))
     why = "; ".join(each["why"] for each in states if "why" in each)
-    if me.rank == 0 and not why:
-        why = _commit(request, temporary, states)
-    why = _gather_states({"why": why})[0]["why"]
+    if not why:
+        committed = work_in_turns(
+            comm, lambda: _commit(request, temporary, states) if me.rank == 0 else ""
+        )
+        why = _gather_states({"why": committed})[0]["why"]
     if why and me.local_rank == 0:
         drop(temporary)
-    return str(why)
+    return why
+
+
+def _write_part(temporary: StoragePath, part: RankPart) -> State:
+    """Write the shards of this rank; return the facts of the files, or why that failed."""
+    try:
+        begin_writing(temporary)
+        return {"files": {name: vars(facts) for name, facts in write_part(temporary, part).items()}}
+    except Exception as error:  # an error of the disk or of the object store
+        return {"why": f"rank {part.rank}: {object_store.reason(error)}"}
 
 
 def _commit(

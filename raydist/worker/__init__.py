@@ -13,7 +13,8 @@ a heartbeat, saves states. Never imports Ray.
                           enter
     garbage.py            Python's garbage collector in a training: its pauses, and common
                           collections
-    groups.py             Process groups and meshes that have the timeout of the default group
+    groups.py             Process groups with the timeout of the default group, and long waits in
+                          turns
     heartbeat.py          The heartbeat page and the signal that a rank and its agent share
     in_place.py           A rank that outlives another: it leaves its step, and joins the next
                           attempt

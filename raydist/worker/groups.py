@@ -1,13 +1,15 @@
-"""Process groups and meshes that have the timeout of the default group. (rank side)
+"""Process groups with the timeout of the default group, and long waits in turns. (rank side)
 
-torch would use its own timeout for them.
+torch would use its own timeout for other groups and for meshes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,9 @@ from raydist.worker.backends import Comm
 from raydist.worker.torch_private import set_timeout
 
 TURN_S = 5.0
-"""Seconds that other ranks wait for rank 0 in one collective."""
+"""Seconds that ranks wait in one collective for a rank that is not done."""
+
+Result = TypeVar("Result")
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
@@ -46,16 +50,37 @@ def _timeout() -> timedelta | None:
     return None if settings is None else timedelta(seconds=settings.timeout_s)
 
 
-def wait_for_rank_0(comm: Comm, done: Callable[[float], bool]) -> None:
-    """Wait on all ranks until rank 0 is done. `done`: waits up to the given number of seconds.
+def wait_for_all(comm: Comm, done: Callable[[float], bool]) -> None:
+    """Wait until all ranks are done. `done`: waits up to the given number of seconds.
 
-    The ranks wait in turns: otherwise the others would wait in the next collective, which ends the
-    run after `backend.timeout_s`.
+    The ranks wait in turns: otherwise those that are done would wait in the next collective, which
+    ends the run after `backend.timeout_s`.
     """
-    waits, first = True, context.rank().rank == 0
+    waits = True
     while waits:
-        waits = first and not done(TURN_S)
+        waits = not done(TURN_S)
         waits = any(int(each.item()) for each in comm.gather(torch.tensor([int(waits)])))
+
+
+def work_in_turns(comm: Comm, work: Callable[[], Result]) -> Result:
+    """Do this rank's work in a thread while all ranks wait for each other; return what it returned.
+
+    All ranks must call it, or `wait_for_all`. An error is raised once all ranks are done.
+    """
+    device = context.rank().device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def in_thread() -> Result:
+        # A new thread starts on GPU 0, and would create a context there. It would also read tensors
+        # in another stream than the one that computes them.
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(in_thread)
+        wait_for_all(comm, lambda within_s: bool(futures.wait([working], within_s).done))
+        return working.result()
 
 
 def collective(comm: Comm) -> Callable[[torch.Tensor], list[torch.Tensor]]:

@@ -21,6 +21,7 @@ from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Paral
 from raydist.state import checkpoint_files, write
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
+from raydist.training import sharded
 from raydist.training.evaluation import accuracy
 from raydist.training.rank_model import speed_up_gpu
 from raydist.training.step import Stepper
@@ -326,20 +327,40 @@ def test_clipping_bounds_the_step(tmp_path: Path, precision: str) -> None:
 # Checkpoints and precision
 
 
-@pytest.mark.parametrize("writer", ["the rank", "another process"])
+@pytest.mark.parametrize(
+    ("world", "parallel", "writer"),
+    [
+        (2, Parallel(), "the rank"),
+        (2, Parallel(), "another process"),
+        (4, Parallel("hsdp", shard=2), "the ranks"),  # of the first replica
+        (2, Parallel("fsdp"), "other processes"),
+    ],
+    ids=["rank", "process", "ranks", "processes"],
+)
 def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
-    tmp_path: Path, writer: str
+    tmp_path: Path, world: int, parallel: Parallel, writer: str
 ) -> None:
     """The other ranks waited in the next all-reduce, until its timeout ended the run."""
-    turns = tmp_path / "turns"
+    turns, waits = tmp_path / "turns", tmp_path / "waits"
+    waits.write_text("")
+    last = world - 1
 
     def wait_for_turns() -> None:
-        """The store is slow: until rank 1 has made three more collectives."""
+        """The store is slow: until the last rank has made three more collectives."""
         turns.write_text("")
         until = time.monotonic() + 60
         while len(turns.read_text()) < 3:
-            assert time.monotonic() < until, "rank 1 waits in one collective"
+            assert time.monotonic() < until, f"rank {last} waits in one collective"
             time.sleep(0.01)
+        waits.open("a").write(".")
+
+    def slowed(function: Any) -> Any:
+        def slow(*args: Any) -> Any:
+            if raydist.rank().rank == 0:
+                wait_for_turns()
+            return function(*args)
+
+        return slow
 
     def write_slowly(memory: SnapshotBuffer, page: int) -> None:
         """In place of the writer process of the node."""
@@ -354,20 +375,18 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
         gather = type(here.comm).gather
 
         def noted(comm: Any, tensor: torch.Tensor) -> Any:
-            if here.rank.rank == 1 and turns.exists():
+            if here.rank.rank == last and turns.exists():
                 turns.open("a").write(".")
             return gather(comm, tensor)
 
         type(here.comm).gather = noted
         if writer == "the rank":
-            real = write.write
-
-            def write_here(request: write.SaveRequest) -> None:
-                wait_for_turns()
-                real(request)
-
-            vars(checkpoint_files)["write"] = write_here
+            vars(checkpoint_files)["write"] = slowed(write.write)
+        elif writer == "the ranks":
+            for name in ("write_part", "commit"):
+                vars(sharded)[name] = slowed(vars(sharded)[name])
         else:
+            here.emit = lambda event: None  # the emit of tests/ranks.py drops sharded checkpoints
             descriptor = os.memfd_create("test")
             os.pwrite(descriptor, blank_page(), 0)
             here.memory = descriptor, descriptor
@@ -376,9 +395,9 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
                 threading.Thread(target=write_slowly, args=slow, daemon=True).start()
         return raydist.fit(job, model=model(), train=samples(), loss=F.cross_entropy)["loss"]
 
-    job = replace(BASE, train=Train(steps=2), checkpoint=Checkpoint(every=0))
-    succeeded(run_ranks(2, job, learn, tmp_path))
-    assert len(turns.read_text()) >= 3
+    job = replace(BASE, train=Train(steps=2), checkpoint=Checkpoint(every=0), parallel=parallel)
+    succeeded(run_ranks(world, job, learn, tmp_path))
+    assert len(waits.read_text()) == (2 if writer == "the ranks" else 1)
 
 
 def test_a_resumed_state_is_read_from_its_file_without_a_copy_and_then_released(
