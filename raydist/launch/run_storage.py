@@ -119,7 +119,7 @@ class RunCheckpoints:
 
         It is missing if a node that lost its driver saved by itself. `wait_s`: how long to wait for
         one of this step (None: of a step later than all that were reported), or of a later one.
-        Returns False if there is none.
+        Returns False if there is none. Step -1 means that there is nothing to wait for.
         """
         folder = parse_path(self._folder) if self._folder else run_folder(self._job) / CHECKPOINTS
         try:
@@ -127,16 +127,16 @@ class RunCheckpoints:
                 until = time.monotonic() + wait_s
                 folder = run_checkpoints.last_fit(folder)
                 reported = _reported(events, folder)
-                wanted = reported + 1 if step is None else step
                 while (
-                    newest := checkpoint_files.newest_step(folder)
-                ) < wanted and time.monotonic() < until:
+                    (saved := _awaited(folder, reported, step)) is None
+                    and step != -1
+                    and time.monotonic() < until
+                ):
                     time.sleep(LOOK_S)
-                saved = checkpoint_files.newest(folder, hashed=False) if newest > reported else None
-                if saved is not None and saved.step > reported:
-                    events.add(kinds.Saved(rank=0, step=saved.step, path=str(saved.path), s=0.0))
-                    reported = saved.step
-                return reported >= wanted
+                newest = saved or _unreported(folder, reported)
+                if newest is not None and newest.step != reported[-1]:
+                    events.add(kinds.Saved(rank=0, step=newest.step, path=str(newest.path), s=0.0))
+                return step == -1 or saved is not None
         except Exception as error:  # the reported checkpoints exist nevertheless
             text = (
                 f"{folder} can't be searched for a newer checkpoint ({object_store.reason(error)})"
@@ -145,14 +145,32 @@ class RunCheckpoints:
         return False
 
 
-def _reported(events: Events, folder: StoragePath) -> int:
-    """Return the newest step of the reported checkpoints in this folder; -1: none.
+def _awaited(folder: StoragePath, reported: Sequence[int], step: int | None) -> Saved | None:
+    """Return the checkpoint that `report_saved` waits for, if it is there.
+
+    A later one that was reported may be damaged: the training went on from before it.
+    """
+    if step is None or step < 0:
+        return _unreported(folder, reported)
+    return checkpoint_files.saved_from(folder, step)
+
+
+def _unreported(folder: StoragePath, reported: Sequence[int]) -> Saved | None:
+    """Return the newest checkpoint if it is later than all that were reported."""
+    if checkpoint_files.newest_step(folder) <= max(reported):
+        return None
+    newest = checkpoint_files.newest(folder, hashed=False)
+    return newest if newest is not None and newest.step > max(reported) else None
+
+
+def _reported(events: Events, folder: StoragePath) -> list[int]:
+    """Return -1 and the steps of the reported checkpoints in this folder, as they were reported.
 
     They are those of the raydist.fit that saves into the folder.
     """
     number = run_checkpoints.fit_of(folder / "any")
     saved = ((event.step, Path(event.path)) for event in events.all(kinds.Saved))
-    return max((step for step, path in saved if run_checkpoints.fit_of(path) == number), default=-1)
+    return [-1, *(step for step, path in saved if run_checkpoints.fit_of(path) == number)]
 
 
 def _own(folder: StoragePath, warn: Warn) -> Saved | None:

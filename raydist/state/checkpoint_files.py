@@ -191,14 +191,21 @@ def newest_step(folder: StoragePath) -> int:
 def is_saved(folder: StoragePath, step: int) -> bool:
     """Report whether the checkpoint of this step, or of a later one, is complete.
 
-    If so, a state of this step need not be written. A later one is read and hashed: a training that
-    continued from before a damaged one has not reached its step again.
+    If so, a state of this step need not be written.
+    """
+    return saved_from(folder, step) is not None
+
+
+def saved_from(folder: StoragePath, step: int) -> Saved | None:
+    """Return the newest complete checkpoint if it is of this step or of a later one.
+
+    A later one is read and hashed: a training that continued from before a damaged one has not
+    reached its step again.
     """
     found = newest(folder, hashed=False)
-    if found is None or found.step <= step:
-        return found is not None and found.step == step
-    whole = newest(folder)
-    return whole is not None and whole.step >= step
+    if found is not None and found.step > step:
+        found = newest(folder)
+    return found if found is not None and found.step >= step else None
 
 
 def step_of(path: StoragePath) -> int:

@@ -532,6 +532,35 @@ def test_a_checkpoint_that_nobody_has_told_of_is_told_at_the_end(tmp_path: Path)
         )
 
 
+def test_a_state_saved_before_a_damaged_one_is_reported_at_the_end(tmp_path: Path) -> None:
+    """A training that went on from before it, and lost the agent that would have told."""
+    job, folder = Job(dir=str(tmp_path)), tmp_path / "checkpoints"
+
+    def save(step: int) -> str:
+        write.write(
+            write.SaveRequest(
+                step, {"a": torch.ones(99)}, {}, 1, str(folder), str(tmp_path), 3, None
+            )
+        )
+        return str(folder / f"step-{step:08d}")
+
+    with Events(tmp_path / "events.jsonl") as stream:
+        for step in (8, 16):
+            stream.add(kinds.Saved(rank=0, step=step, path=save(step), s=0.1))
+        checkpoints = run_storage.RunCheckpoints(job)
+        assert checkpoints.report_saved(stream, step=12), "step 16 is whole, and later"
+        damage(folder / "step-00000016")
+        assert not checkpoints.report_saved(stream, step=12)
+        assert not checkpoints.report_saved(stream)
+        assert checkpoints.report_saved(stream, step=-1), "nothing is to be saved"
+        assert [saved.step for saved in stream.all(kinds.Saved)] == [8, 16]
+        path = save(12)
+        for _ in range(2):
+            assert checkpoints.report_saved(stream, step=12)
+        assert [saved.step for saved in stream.all(kinds.Saved)] == [8, 16, 12]
+        assert [*stream.all(kinds.Saved)][-1].path == path
+
+
 def paths_given_to(
     module: ModuleType, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[Path]:
