@@ -28,7 +28,7 @@ from raydist.training.recompute import recompute
 from raydist.worker import context
 from raydist.worker.torch_private import fake_tensors
 from tests.ranks import RankResult, run_ranks, succeeded
-from tests.training.test_parallel import BASE, gpt, mean_losses
+from tests.training.test_parallel import BASE, common_losses, gpt
 
 STEPS, SAVED = 6, 3
 
@@ -112,7 +112,7 @@ def resuming(path: str) -> Iterator[None]:
 
 def by_training(results: list[RankResult]) -> dict[str, list[float]]:
     """Return the losses of each training, by its name."""
-    losses, found = mean_losses(results), dict[str, list[float]]()
+    losses, found = common_losses(results), dict[str, list[float]]()
     for name in results[0].value:
         count = STEPS - SAVED if name.endswith("again") else STEPS
         found[name], losses = losses[:count], losses[count:]
