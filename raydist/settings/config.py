@@ -259,8 +259,8 @@ class Train:
     """bf16 and fp16: autocast; fp16 with loss scaling. Where the model is sharded: bf16 parameters
     in the forward and backward pass, sums of gradients and the optimizer in fp32; no fp16."""
     accumulate: int = at_least(1, 1)
-    """Forward and backward passes per optimizer step; gradients are reduced in the last one
-    only."""
+    """Forward and backward passes per optimizer step. With parallel=ddp gradients are reduced in
+    the last one only; with fsdp and hsdp in each, so that a rank holds only its shards of them."""
     clip: float | None = greater_than(0, None)
     """Maximum norm of the gradient; null: no clipping."""
     recompute: str = one_of("none", "blocks", "selective")
