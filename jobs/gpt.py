@@ -2,9 +2,7 @@
 download."""
 
 import math
-import statistics
 import sysconfig
-import time
 import zlib
 from pathlib import Path
 
@@ -37,7 +35,6 @@ def job(
         pairs = data.byte_pairs(parts[0].numpy().tobytes(), config.model["vocab"])
         parts = [data.encode_together(pairs, part.numpy().tobytes()) for part in parts]
     train, test = (windows(part, context) for part in parts)
-    clock = Clock()
     me = raydist.rank()
     # on meta nothing is made yet: raydist.fit makes one block at a time, as all of a large model
     # may not fit, and one seed gives the same model under each parallel=
@@ -46,7 +43,6 @@ def job(
     per_token = model.flops_per_token(context) if isinstance(model, models.GPT) else None
 
     def loss(scores: Tensor, following: Tensor) -> Tensor:
-        clock.count(scores, following)
         return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
     figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
@@ -54,8 +50,8 @@ def job(
     report["bits_per_byte"] = (
         figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
     )
-    # only the last stage of a pipeline has the loss; ranks of a tp group have the same tokens
-    if rate := raydist.sum_over_ranks(clock.tokens_per_s) / raydist.mesh(config).tp:
+    # the mean, so that all ranks have the same: each has timed the steps by its own clock
+    if rate := context * raydist.sum_over_ranks(models.samples_per_s()) / me.world_size:
         report["tokens_per_s"] = rate
     if rate and per_token and me.device.type == "cuda":
         gpu = torch.cuda.get_device_name(me.device)
@@ -111,31 +107,6 @@ def bytes_per_token(tokens: Tensor, pairs: data.BytePairs | None) -> float:
         if pairs is None
         else sum(len(pairs.pieces[token]) for token in tokens.flatten()) / tokens.numel()
     )
-
-
-class Clock:
-    """Measures the tokens per second of this rank's training, from its second batch on."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, float]] = []
-        """Tokens of a batch, and seconds since the batch before it."""
-        self.last = 0.0
-
-    def count(self, scores: Tensor, following: Tensor) -> None:
-        if scores.requires_grad:  # not in an evaluation
-            now = time.perf_counter()
-            if self.last:
-                self.batches.append((following.numel(), now - self.last))
-            self.last = now
-
-    @property
-    def tokens_per_s(self) -> float:
-        if not self.batches:
-            return 0.0
-        # What takes much longer than a batch is an evaluation or a save between two.
-        limit = 3 * statistics.median(s for _, s in self.batches)
-        timed = [(tokens, s) for tokens, s in self.batches if s <= limit]
-        return sum(tokens for tokens, _ in timed) / sum(s for _, s in timed)
 
 
 @torch.no_grad()

@@ -257,12 +257,13 @@ class Training:
                     self._evaluate()
                 if save_every is None or save_now or progress.step % save_every == 0:
                     self._save()
-        self.reporter.rest()
+        self._finish_steps()
         self._evaluate()
         self._save()
         self.checkpointer.rest()
         timed = max(0, progress.step - progress.resumed - 1)  # without the first step
         samples, rank = timed * order.global_batch, context.rank().rank
+        context.current().samples_per_s = samples / self.spent["step"] if samples else 0.0
         context.emit_event(kinds.Done(rank=rank, spent=self.spent, samples=samples))
         return ({} if progress.loss is None else {"loss": progress.loss.item()}) | self.results
 
@@ -357,6 +358,15 @@ class Training:
             lr=rate,
         )
 
+    def _finish_steps(self) -> None:
+        """Report all steps, and wait for those that the GPU has not finished: a part of their time.
+
+        The host runs ahead of a GPU, so without this a short training would seem too fast.
+        """
+        began = time.perf_counter()
+        self.reporter.rest()
+        self.spent["step"] += time.perf_counter() - began
+
     def _leave(self) -> None:
         """Keep this step's state and wait to be stopped: the set of ranks is about to change."""
         self.reporter.rest()
@@ -391,7 +401,7 @@ class Training:
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:
         """Measure the time of an evaluation or a checkpoint (`what`), and report it."""
-        self.reporter.rest()
+        self._finish_steps()
         context.phase(what)
         began = time.perf_counter()
         yield

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raydist.shared.errors import ConfigError
 from raydist.training.flops import utilization as utilization
 from raydist.training.gpt import GPT as GPT
+from raydist.worker.context import samples_per_s as samples_per_s
 
 
 class MLP(nn.Sequential):

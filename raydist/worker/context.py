@@ -151,6 +151,8 @@ class Context:
     """How many times the job has called raydist.fit."""
     fit: int = 0
     """The number of the current one, from 1; 0: none."""
+    samples_per_s: float = 0.0
+    """Of the last one that has finished, as `samples_per_s` says."""
     common: int = -1
     """A step whose state every rank has in memory, because all continued from it; -1: none."""
     stop_request: StopRequest = field(default_factory=StopRequest)
@@ -255,6 +257,15 @@ def mesh(config: Job) -> MeshShape:
     """
     me = rank()
     return mesh_shape(config.parallel, me.world_size, me.local_world_size)
+
+
+def samples_per_s() -> float:
+    """Return the training samples per second of the last raydist.fit, of all ranks together.
+
+    The time is that of whole steps on this rank, as in `throughput` of the Result: without the
+    first step of this attempt, evaluations and checkpoints. 0.0: it made no second step.
+    """
+    return current().samples_per_s
 
 
 def report(step: SupportsIndex | None = None, **values: Any) -> None:

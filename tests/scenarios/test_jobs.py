@@ -346,7 +346,9 @@ def test_the_language_model_runs_under_every_division(
     (figures, output), *others = (each.value for each in results)
     assert output.startswith("--- 5 tokens after 'def '\ndef ")
     assert figures["perplexity"] == pytest.approx(np.exp(figures["test_loss"]))
-    assert figures["tokens_per_s"] > 0
+    done = [event for each in results for event in each.kind("done")]
+    speeds = [each["samples"] / each["spent"]["step"] for each in done]
+    assert figures["tokens_per_s"] == pytest.approx(64 * sum(speeds) / world)
     for other, silent in others:
         assert other == figures
         assert not silent

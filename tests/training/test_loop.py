@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, TensorDataset
 
 import raydist
@@ -21,8 +22,9 @@ from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Paral
 from raydist.state import checkpoint_files, write
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import LOCK, WORD, blank_page
-from raydist.training import sharded
+from raydist.training import loop, sharded
 from raydist.training.evaluation import accuracy
+from raydist.training.loop import MetricReporter
 from raydist.training.rank_model import speed_up_gpu
 from raydist.training.step import Stepper
 from raydist.worker import context, groups
@@ -220,6 +222,71 @@ def test_the_events_of_a_training(unbroken: tuple[Path, list[RankResult]]) -> No
     assert [e["step"] for e in first.kind("saved")] == [5, 10, 15, 16]
     assert second.kind("saved") == []
     assert first.value[0]["loss"] == first.losses[-1]
+
+
+class Clock:
+    """In place of `time` in the loop: it goes on only when something takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, s: float) -> None:
+        self.now += s
+
+
+def test_the_speed_is_that_of_whole_steps_and_of_nothing_else(tmp_path: Path) -> None:
+    """Of 16 short passes and a long update: what is longest was taken for an evaluation. What a GPU
+    still has to do for the last steps was left out."""
+
+    def learn(job: Job) -> tuple[float, float, float]:
+        clock = Clock()
+        vars(loop)["time"] = clock
+        rest, never = MetricReporter.rest, raydist.models.samples_per_s()
+
+        def lagging(reporter: MetricReporter) -> None:
+            clock.spend(0.5)
+            rest(reporter)
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            clock.spend(1.0)
+            return F.cross_entropy(output, target)
+
+        def evaluated(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            clock.spend(1000.0)
+            return accuracy(output, target)
+
+        MetricReporter.rest = lagging  # type: ignore[assignment,method-assign]
+        register_optimizer_step_post_hook(lambda *_: clock.spend(80.0))
+        raydist.fit(
+            job,
+            model=nn.Linear(FEATURES, 2),
+            train=samples(),
+            test=samples(8),
+            loss=loss,
+            metrics={"accuracy": evaluated},
+        )
+        first = raydist.models.samples_per_s()
+        raydist.fit(
+            replace(job, train=Train(epochs=0)),
+            model=nn.Linear(FEATURES, 2),
+            train=samples(),
+            loss=loss,
+        )
+        return never, first, raydist.models.samples_per_s()
+
+    words = {"steps": 5, "accumulate": 16, "evaluate_steps": 2}
+    job = replace(BASE, train=Train(**words), data=Data(batch_size=1))  # type: ignore[arg-type]
+    (result,) = succeeded(run_ranks(1, job, learn, tmp_path))
+    (done, *_) = result.kind("done")
+    # before the evaluations of steps 2, 4 and 5, and of the save at the end
+    waits = done["spent"]["step"] - 4 * (16 + 80)
+    assert 0 < waits <= 3.0
+    never, speed, none = result.value
+    assert speed == done["samples"] / done["spent"]["step"] == 4 * 16 / (4 * 96 + waits)
+    assert never == none == 0.0
 
 
 def test_ranks_draw_different_dropout(tmp_path: Path) -> None:
