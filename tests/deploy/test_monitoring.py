@@ -1,4 +1,5 @@
-"""deploy/monitoring on a real Prometheus, which finds real runs by Ray's own discovery."""
+"""deploy/monitoring on a real Prometheus, which finds real runs by Ray's own discovery, and a real
+Alertmanager."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,10 @@ MONITORING = ROOT / "deploy" / "monitoring"
 requires_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
     reason="no prometheus: apt install prometheus",
+)
+ALERTMANAGER = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
+requires_alertmanager = pytest.mark.skipif(
+    ALERTMANAGER is None, reason="no Alertmanager: apt install prometheus-alertmanager"
 )
 SHORTER = {
     "for: 1m": "for: 8s", "for: 5m": "for: 8s", "> 600": "> 8", "4 * 3600": "8", "[10m]": "[40s]",
@@ -127,7 +135,7 @@ class Prometheus:
     """One with deploy/monitoring/prometheus.yaml, but for the ports, the token, the intervals and
     SHORTER."""
 
-    def __init__(self, folder: Path, dashboard: int, port: int) -> None:
+    def __init__(self, folder: Path, dashboard: int, port: int, alertmanager: int) -> None:
         settings = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
         settings["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         (discovery,) = settings["scrape_configs"][0]["http_sd_configs"]
@@ -135,6 +143,8 @@ class Prometheus:
             "url": discovery["url"].replace("8265", str(dashboard)),
             "refresh_interval": "1s",
         }
+        (receivers,) = settings["alerting"]["alertmanagers"][0]["static_configs"]
+        receivers["targets"] = [f"127.0.0.1:{alertmanager}"]
         (folder / discovery["authorization"]["credentials_file"]).write_text(
             os.environ["RAY_AUTH_TOKEN"]
         )
@@ -176,6 +186,56 @@ class Prometheus:
         return {(each["metric"]["alertname"], each["metric"]["run"]) for each in result}
 
 
+class Webhook:
+    """A receiver of Alertmanager's messages; it runs inside the `with` block."""
+
+    def __init__(self) -> None:
+        self.alerts: set[tuple[str, str, str]] = set()
+        """(state, alert, run) of all messages, where the state is firing or resolved."""
+        outer = self
+
+        class Receiver(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                for each in body["alerts"]:
+                    labels = each["labels"]
+                    outer.alerts.add((each["status"], labels["alertname"], labels["run"]))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/"
+
+    def __enter__(self) -> Webhook:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def start_alertmanager(folder: Path, port: int, webhook: str) -> subprocess.Popen[bytes]:
+    """Start one with deploy/monitoring/alertmanager.yaml, but for the ports, the URL and the
+    intervals."""
+    settings = yaml.safe_load((MONITORING / "alertmanager.yaml").read_text())
+    settings["route"] |= {"group_wait": "1s", "group_interval": "1s"}
+    settings["receivers"][0]["webhook_configs"][0]["url"] = webhook
+    (folder / "alertmanager.yaml").write_text(yaml.safe_dump(settings))
+    assert ALERTMANAGER is not None
+    words = [
+        "--config.file=alertmanager.yaml",
+        "--storage.path=alerts",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--cluster.listen-address=",  # no others to share alerts with
+    ]
+    with (folder / "alertmanager.log").open("w") as log:
+        return subprocess.Popen([ALERTMANAGER, *words], cwd=folder, stdout=log, stderr=log)
+
+
 def shortened(text: str) -> str:
     for long, short in SHORTER.items():
         assert long in text
@@ -193,9 +253,18 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A Ray, the Prometheus that watches it, and who is told of its alerts."""
+
+    address: str
+    prometheus: Prometheus
+    webhook: Webhook
+
+
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[tuple[Prometheus, str]]:
-    """A Prometheus that watches a Ray, and the address of that."""
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    """A Ray with a Prometheus and an Alertmanager."""
     dashboard = free_port()
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "monitored.py"), str(dashboard)]
     with (tmp_path / "errors").open("w") as errors:
@@ -209,17 +278,21 @@ def watched(tmp_path: Path) -> Iterator[tuple[Prometheus, str]]:
         )
     assert ray.stdin is not None
     assert ray.stdout is not None
-    prometheus = None
+    servers: list[subprocess.Popen[bytes]] = []
     try:
         address = ray.stdout.readline().strip()
         assert address, (tmp_path / "errors").read_text()
-        prometheus = Prometheus(tmp_path, dashboard, free_port())
-        yield prometheus, address
+        with Webhook() as webhook:
+            port = free_port()
+            servers.append(start_alertmanager(tmp_path, port, webhook.url))
+            prometheus = Prometheus(tmp_path, dashboard, free_port(), port)
+            servers.append(prometheus.process)
+            yield Watched(address, prometheus, webhook)
     finally:
         ray.stdin.close()
-        if prometheus is not None:
-            prometheus.process.kill()
-            prometheus.process.wait()
+        for server in servers:
+            server.kill()
+            server.wait()
         ray.wait(60)
 
 
@@ -232,10 +305,11 @@ def start(folder: Path, job: str, address: str, *words: str) -> Program:
 
 @pytest.mark.ray
 @requires_prometheus
+@requires_alertmanager
 def test_each_alert_fires_for_a_real_run_and_is_over_when_its_reason_is(
-    watched: tuple[Prometheus, str], tmp_path: Path
+    watched: Watched, tmp_path: Path
 ) -> None:
-    prometheus, address = watched
+    prometheus, address = watched.prometheus, watched.address
     (tmp_path / "troubled").mkdir()
     (tmp_path / "troubled" / "slow").touch()
     failed = start(tmp_path / "failed", FAILS, address, "scale=1x1", "restart=none")
@@ -275,6 +349,13 @@ def test_each_alert_fires_for_a_real_run_and_is_over_when_its_reason_is(
         lambda: not prometheus.ask("query", query=f'ray_raydist_step{{run="{name}"}}')["result"],
         "the last gauge",
     )
+    told = {
+        (state, alert, of)
+        for alert, of in prometheus.alerts(ever=True)
+        for state in ("firing", "resolved")
+    }
+    wait(lambda: told <= watched.webhook.alerts, "the messages to the webhook")
+    assert watched.webhook.alerts == told
     stopped = f'ray_raydist_runs_total{{run="{name}",status="stopped"}} == 1'
     wait(
         lambda: bool(prometheus.ask("query", query=stopped)["result"]),
