@@ -53,7 +53,8 @@ if [ ! -x "$env/bin/ray" ]; then
     chmod +x "$env/bin/ray"
 fi
 
-# `ray down` and `ray exec` type `ray` into a login shell.
+# `ray down` and `ray exec` type `ray` into a login shell. A driver that is started there is checked as a node is.
 # shellcheck disable=SC2016 # the shell that reads it fills them in
-line='export PATH="$HOME/.raydist/env/bin:$PATH" RAY_AUTH_MODE=token RAY_TMPDIR="${RAY_TMPDIR:-/tmp/ray-$(id -u)}"'
+line='export PATH="$HOME/.raydist/env/bin:$PATH" RAY_AUTH_MODE=token RAY_TMPDIR="${RAY_TMPDIR:-/tmp/ray-$(id -u)}"'\
+' RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL="${RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL:-minor}"'
 grep -qsxF "$line" ~/.bashrc || echo "$line" >>~/.bashrc

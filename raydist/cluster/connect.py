@@ -198,6 +198,8 @@ def start_or_join(job: Job) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Retries don't help if a package does not exist.
     os.environ.setdefault("RUNTIME_ENV_RETRY_TIMES", "1")
+    # Ray refuses a driver, like a node, whose Python has another patch version than the head's.
+    os.environ.setdefault("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "minor")
     ray_private.quiet_loggers()
     quiet: dict[str, Any] = {
         "logging_level": "ERROR",

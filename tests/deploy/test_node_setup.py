@@ -188,3 +188,19 @@ def test_a_node_with_another_python_is_refused_by_name(tmp_path: Path, index: Pa
     assert f"has Python {OWN} and the head Python 3.8" in done.stderr
     assert "in setup_commands put PYTHON=python3.8 before bash" in done.stderr
     assert not (node.home / ".raydist" / "env").exists()
+
+
+def test_a_login_shell_checks_pythons_as_the_node_does(tmp_path: Path, index: Path) -> None:
+    """A driver that is typed into it joins a head with another patch version; a value of the
+    machine's own stays."""
+    node = Node(tmp_path / "node", index)
+    done = node.setup()
+    assert done.returncode == 0, done.stderr
+    names = ("RAY_AUTH_MODE", "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "RAY_TMPDIR")
+    plain = {"HOME": str(node.home), "PATH": os.environ["PATH"]}
+    for env, level in ((plain, "minor"), (plain | {names[1]: "patch"}, "patch")):
+        shell = subprocess.run(
+            ["bash", "-c", ". ~/.bashrc; env"], env=env, capture_output=True, text=True, check=True
+        )
+        values = dict(line.split("=", 1) for line in shell.stdout.splitlines())
+        assert [values[name] for name in names] == ["token", level, f"/tmp/ray-{os.getuid()}"]
