@@ -234,3 +234,37 @@ def test_the_page_of_a_sweep_gets_one_curve_of_each_trial_and_then_what_is_new(
         browser.wait_until(f"{data}[0] == 102 && {data}.includes(.102)")
         assert browser.value("document.querySelector('#metric').value") == "accuracy"
         assert_only_local(browser)
+
+
+def test_a_screen_reader_hears_of_a_sweep_only_what_has_changed(tmp_path: Path) -> None:
+    """Each new sweep.json draws the page again, up to twice a second."""
+
+    def write(step: int, state: str = "running") -> None:
+        trials = [record(n, "running", {}, step=step, lr=str(n)) for n in range(2)]
+        new = sweep_json(tmp_path / "new", trials, {"lr": "0,1"}, state=state) / "sweep.json"
+        new.replace(sweep / "sweep.json")
+
+    sweep = write_run(tmp_path / "runs/job/many/0", "trial 0").parent
+    write(10)
+    with watching(tmp_path, str(sweep)) as link, Browser() as browser:
+        browser.open(link)
+        browser.wait_until("document.body.dataset.drawn == 1")
+        browser.value(
+            "document.querySelector('#trials tbody tr').dispatchEvent(new Event('mouseenter'))"
+        )
+        told = "['#link', '#chosen'].map((id) => document.querySelector(id).innerText)"
+        assert browser.value(told) == ["live", "trial 0: lr=0"]
+        browser.value(
+            "void (window.changes = 0, document.querySelectorAll('[role=status]').forEach((region) =>"
+            " new MutationObserver((seen) => { window.changes += seen.length; })"
+            ".observe(region, {childList: true, subtree: true, characterData: true})))"
+        )
+        for step in (20, 30):
+            write(step)
+            browser.wait_until(f"raydist.sweep.trials.some((trial) => trial.step == {step})")
+        assert browser.value("window.changes") == 0
+        write(40, "finished")
+        browser.wait_until("raydist.sweep.state == 'finished'")
+        assert browser.value(told) == ["", "trial 0: lr=0"]
+        assert browser.value("window.changes") > 0
+        assert_only_local(browser)

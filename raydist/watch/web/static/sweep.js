@@ -77,7 +77,7 @@ function mark() {
     row.classList.toggle("lit", trial.trial === lit); row.hidden = !counts(trial);
   }
   const left = sweep.trials.filter(counts).length;
-  fill($("#chosen"), found ? label(found[0]) : brushes.size ? `${left} of ${sweep.trials.length} trials` : "");
+  say($("#chosen"), found ? label(found[0]) : brushes.size ? `${left} of ${sweep.trials.length} trials` : "");
 }
 function light(trial) {
   if (lit === trial) return;
@@ -211,8 +211,7 @@ function news(section) {
   $("#state h3").hidden = !parts.length;
   fill($("#state .bars"), parts.flatMap(([name, part]) => { const bar = h("div", { className: "bar" }); bar.style.width = share(part); return [h("span", {}, name), h("div", {}, bar), h("span", {}, share(part))]; }));
   tick(); drawTable(); drawParallel();
-  if (data) { $("#link").textContent = "a copy"; return; }
-  $("#link").textContent = sweep.state === "running" ? "live" : "";
+  say($("#link"), data ? "a copy" : sweep.state === "running" ? "live" : "");
 }
 
 const parts = [...document.querySelectorAll("main > section")], home = data ? data.home : query.get("sweep") && ["./", "all runs"];
