@@ -24,6 +24,11 @@ The name is also that of the tracker's extra in pyproject.toml.
 """
 NOTICES = ("failed", "hung", "slow", "finished", "stopped")
 """What `notify.events` accepts: the kinds of messages."""
+MAX_SECONDS = 10**9
+"""Limit on a duration in seconds, 31 years: datetime.timedelta, threading and gloo count up to 292
+years or less, and raise an OverflowError in the rank for more."""
+MAX_BATCH = 10**9
+"""Limit on samples; a typing error is refused before data or memory are asked for it."""
 FUSED = ("sgd", "adam", "adamw", "adagrad")
 """The optimizers for which torch has a fused implementation, on CPUs and GPUs."""
 
@@ -41,9 +46,12 @@ def at_least(least: float, default: Any, most: int | None = None) -> Any:
     return field(default=default, metadata={"least": least, "most": most})
 
 
-def greater_than(below: float, default: Any) -> Any:
-    """Define a number greater than `below` (or null, if the type allows it)."""
-    return field(default=default, metadata={"below": below})
+def greater_than(below: float, default: Any, most: int | None = None) -> Any:
+    """Define a number greater than `below`, up to `most` (or null, if the type allows it).
+
+    `most`: None for no upper limit.
+    """
+    return field(default=default, metadata={"below": below, "most": most})
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,9 @@ class Horovod:
     timeline: bool = False
     """Record every collective in horovod-timeline.json of the run folder, for chrome://tracing or
     Perfetto."""
-    stall_warn_s: int = at_least(0, 60)
+    stall_warn_s: int = at_least(0, 60, most=MAX_SECONDS)
     """Seconds after which rank 0's log names the ranks that a collective waits for; 0: no check."""
-    stall_fail_s: int = at_least(0, 600)
+    stall_fail_s: int = at_least(0, 600, most=MAX_SECONDS)
     """Seconds after which a waiting collective fails the run; 0: never."""
     log_level: str = one_of("warning", "trace", "debug", "info", "error", "fatal")
     """Horovod's own log level, in the logs of the ranks."""
@@ -108,7 +116,7 @@ class Backend:
     """auto (nccl if the ranks have GPUs, else gloo), gloo, nccl, horovod; mpi for an MPI program;
     mpi and ucc for a job if torch was built with it; script: like auto, for a script= that joins
     the process group itself."""
-    timeout_s: float = greater_than(0, 600.0)
+    timeout_s: float = greater_than(0, 600.0, most=MAX_SECONDS)
     """Timeout of a collective and of the rendezvous, in seconds."""
     bucket_mb: float = greater_than(0, 25.0)
     """Size of DDP's gradient buckets in MiB."""
@@ -156,11 +164,11 @@ class Scale:
     avoid: bool = True
     """Avoid nodes that were lost or slow in two runs of the last week, if there is room without
     them."""
-    keep_warm_s: float = at_least(0, 300.0)
+    keep_warm_s: float = at_least(0, 300.0, most=MAX_SECONDS)
     """Seconds that the fork server of each node stays after a run, with torch imported, for the
     user's next run in the same environment; 0: it ends with the run. `raydist warm` lists and ends
     them."""
-    wait_s: float = at_least(0, 600.0)
+    wait_s: float = at_least(0, 600.0, most=MAX_SECONDS)
     """Seconds to wait for nodes that the autoscaler, or a person, is starting."""
 
 
@@ -189,16 +197,16 @@ class Data:
 
     root: str = "data"
     """Folder of the dataset's files (mnist, cifar10, folder), relative to the current folder."""
-    batch_size: int = at_least(1, 32)
+    batch_size: int = at_least(1, 32, most=MAX_BATCH)
     """Samples in one forward pass of one rank."""
-    global_batch: int | None = at_least(1, None)
+    global_batch: int | None = at_least(1, None, most=MAX_BATCH)
     """Samples in one optimizer step over all ranks; null: batch_size x train.accumulate x ranks. If
     set, each step sees the same samples on any number of ranks, and batch_size follows from it."""
     resize: str = one_of("keep", "scale")
     """What happens when the number of nodes changes (scale.nodes=2..8). keep: the samples in an
     optimizer step stay, in more passes if there are fewer ranks. scale: batch_size stays on each
     rank; optim.scaling sets the learning rate."""
-    workers: int = at_least(0, 0)
+    workers: int = at_least(0, 0, most=1024)
     """DataLoader workers of each rank; 0: load in the rank itself."""
     pin_memory: bool = True
     """Page-locked batches, for faster copies to a GPU; no effect without a GPU."""
@@ -223,7 +231,7 @@ class Optim:
     schedule: str = one_of("constant", "cosine", "linear", "step", "wsd")
     """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each
     third), wsd (constant, then linear to 0 in the last part of the training, `decay_ratio`)."""
-    decay_ratio: float = field(default=0.2, metadata={"below": 0, "most": 1})
+    decay_ratio: float = greater_than(0, 0.2, most=1)
     """schedule=wsd: the part of the steps after the warm-up in which the rate falls."""
     min_lr_ratio: float = at_least(0, 0.0, most=1)
     """Where cosine, linear and wsd end, as a part of the full rate: 0.1 is a tenth of it."""
@@ -317,7 +325,7 @@ class Parallel:
     by `name`."""
     pp: int | None = at_least(1, None)
     """Stages of a pipeline, each with some of the model's blocks; null: by `name`."""
-    microbatches: int | None = at_least(1, None)
+    microbatches: int | None = at_least(1, None, most=MAX_BATCH)
     """Equal parts of a batch that go through the stages one after another; null: up to four for
     each stage, each with two samples or more."""
     schedule: str = one_of("1f1b", "gpipe")
@@ -345,12 +353,12 @@ class Checkpoint:
 class Hang:
     """When a rank hangs. A slow rank is ended only after `limit_s`."""
 
-    after_s: float = greater_than(0, 3.0)
+    after_s: float = greater_than(0, 3.0, most=MAX_SECONDS)
     """Seconds without a heartbeat, plus `steps` of the rank's steps, after which all ranks are
     examined."""
     steps: float = at_least(0, 3.0)
     """Additional silence that is allowed, in steps of the rank (their median duration)."""
-    limit_s: float = greater_than(0, 1800.0)
+    limit_s: float = greater_than(0, 1800.0, most=MAX_SECONDS)
     """Seconds without a heartbeat after which the run is ended in any case, also while it starts or
     saves."""
     end: bool = True
@@ -375,7 +383,7 @@ class Restart:
     """Maximum number of failures within `window_s`; 0: no restart. Nodes that the cluster takes
     away do not count. null: 3 for jobs, and one more for each 1,024 ranks; 0 for script=, because
     running it again may repeat side effects."""
-    window_s: float | None = greater_than(0, 3600.0)
+    window_s: float | None = greater_than(0, 3600.0, most=MAX_SECONDS)
     """Seconds after which a failure no longer counts; null: it always counts."""
     in_place: str = one_of("off", "auto", "on")
     """Replace only a rank that was killed; the others keep their processes, go back to the last
@@ -393,7 +401,7 @@ class Queue:
     priority: str = "normal"
     """high, normal, low, or a whole number: they are 100, 0 and -100. Runs of equal priority are
     placed in the order in which they came."""
-    exempt_s: float = at_least(0, 600.0)
+    exempt_s: float = at_least(0, 600.0, most=MAX_SECONDS)
     """Seconds that a run has to itself once it is placed; after that, runs of higher priority may
     take its room."""
     limit: str = ""
@@ -414,7 +422,7 @@ class Watch:
 
     progress: str = one_of("auto", "bar", "lines", "none")
     """auto: a live bar in a terminal or a notebook, plain lines elsewhere."""
-    every_s: float = greater_than(0, 10.0)
+    every_s: float = greater_than(0, 10.0, most=MAX_SECONDS)
     """Seconds between plain lines."""
     slow: float = at_least(0, 10.0)
     """A rank is reported as slow if its own work takes this many percent of a step longer than that

@@ -3,8 +3,9 @@ too."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,18 @@ import pytest
 
 import raydist
 from raydist import train
+from raydist.settings.config import MAX_BATCH, MAX_SECONDS, Job
+
+
+def seconds(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all settings that are a number of seconds."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from seconds(value, f"{prefix}{field.name}.")
+        elif field.name.endswith("_s"):
+            yield prefix + field.name
+
 
 REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     **{
@@ -121,11 +134,26 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "parallel.pp=8",
     ),
     "too many micro-batches": (
-        ["parallel=pp", "parallel.microbatches=1000000000000", "scale=1x2"],
+        ["parallel=pp", "parallel.microbatches=1000000000", "scale=1x2"],
         "data.batch_size",
         32,
-        "data.batch_size=1000000000000",
+        "data.batch_size=1000000000",
     ),
+    **{
+        f"more than {most} for {key}": (
+            [f"{key}={10 * most}"],
+            key,
+            10 * most,
+            f"{key}={most}",
+        )
+        for key, most in {
+            "data.batch_size": MAX_BATCH,
+            "data.global_batch": MAX_BATCH,
+            "data.workers": 1024,
+            "parallel.microbatches": MAX_BATCH,
+            **dict.fromkeys(seconds(Job()), MAX_SECONDS),
+        }.items()
+    },
     "hang sooner than its limit": (["hang.limit_s=2"], "hang.limit_s", 2.0, "hang.limit_s=3"),
     "best with a space": (
         ["checkpoint.best='max: accuracy'"],
@@ -537,3 +565,12 @@ def test_the_error_has_key_value_and_suggestion(
     assert suggestion in str(error)
     assert value is None or str(error.value) in str(error)
     assert key.partition(".")[0] in str(error) or str(value) in str(error)
+
+
+def test_no_number_is_refused_for_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(raydist.ConfigError, match="must be a finite number") as refused:
+        train.run_command(train.parse_arguments(["backend.timeout_s=nan"]))
+    assert math.isnan(refused.value.value)
+    assert refused.value.key == "backend.timeout_s"
+    assert refused.value.suggestion == "backend.timeout_s=600.0"
