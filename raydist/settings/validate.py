@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from raydist.settings import in_place, notices, profiled
@@ -34,6 +35,12 @@ RANKS_OWN = re.compile(
 """Variables that differ among ranks, or that all ranks use to meet.
 
 With one value for all ranks the run would hang.
+"""
+GPUS = re.compile(r"(CUDA|HIP|ROCR)_VISIBLE_DEVICES")
+"""The variables that choose the GPUs of a process.
+
+With one value for all ranks of a cluster they would use GPUs that Ray gave to another run, or share
+one.
 """
 
 
@@ -69,9 +76,7 @@ def validate(job: Job) -> Job:
         raise ConfigError.of(
             "args", " ".join(job.args), cause, "script=FILE.py", "job.args.NAME=VALUE"
         )
-    if own := next(filter(RANKS_OWN.fullmatch, job.env), None):
-        cause = "raydist sets it for each rank"
-        raise ConfigError.of(f"env.{own}", job.env[own], cause, "scale=NODESxRANKS")
+    _check_env(job.env)
     if job.hang.limit_s < job.hang.after_s:
         cause = f"must be hang.after_s={job.hang.after_s:g} or more"
         raise ConfigError.of(
@@ -147,6 +152,16 @@ def check_fields(node: Any, prefix: str) -> None:
 def example_number(field: dataclasses.Field[Any]) -> Any:
     """Return a value that a field with a number accepts."""
     return 1 if field.default is None else field.default
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    if own := next(filter(RANKS_OWN.fullmatch, env), None):
+        cause = "raydist sets it for each rank"
+        raise ConfigError.of(f"env.{own}", env[own], cause, "scale=NODESxRANKS")
+    if own := next(filter(GPUS.fullmatch, env), None):
+        cause = "the ranks of a node get the GPUs that Ray assigns, or this shell's variable leaves"
+        gpus = 0 if env[own] in ("", "-1") else 1
+        raise ConfigError.of(f"env.{own}", env[own], cause, f"scale.gpus={gpus}")
 
 
 def _check_queue(job: Job) -> None:

@@ -199,6 +199,18 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "0",
         "scale=NODESxRANKS",
     ),
+    "one GPU for all ranks": (
+        ["env.CUDA_VISIBLE_DEVICES=0", "scale=1x2"],
+        "env.CUDA_VISIBLE_DEVICES",
+        "0",
+        "scale.gpus=1",
+    ),
+    "no GPU by a variable": (
+        ["env.HIP_VISIBLE_DEVICES=-1"],
+        "env.HIP_VISIBLE_DEVICES",
+        "-1",
+        "scale.gpus=0",
+    ),
     "a variable of two words": (["env.A B=1"], "env.A B", "1", "env.A_B=1"),
     "the folder above as a name": (["name=.."], "name", "..", "name=NAME"),
     "a name too long": ([f"name={'x' * 300}"], "name", "x" * 300, f"name={'x' * 40}"),
