@@ -182,9 +182,19 @@ def describe_missing(request: ResourceRequest, nodes: Sequence[Node], held: Iter
     missing = request.bundles[len(kept) :]
     if not missing:
         return ROOM
-    others = [node for node in nodes if node.id not in kept]
-    lacking = replace(request, bundles=missing, spares=0)
-    return describe_shortage(lacking, others if request.strategy == "STRICT_SPREAD" else nodes)
+    if request.strategy == "STRICT_SPREAD":
+        others = [node for node in nodes if node.id not in kept]
+    else:
+        others = [_of_others(node, request.bundles[0], kept.count(node.id)) for node in nodes]
+    return describe_shortage(replace(request, bundles=missing, spares=0), others)
+
+
+def _of_others(node: Node, held: Mapping[str, float], times: int) -> Node:
+    """Return a node without the resources of the bundles that a run holds there."""
+    if not times:
+        return node
+    total = {name: round(n - times * held.get(name, 0), 4) for name, n in node.total.items()}
+    return replace(node, total=total, host=f"{node.host} (without this run)")
 
 
 def _labels(request: ResourceRequest) -> str:

@@ -444,8 +444,10 @@ THREE = [node(1, free=FULL), node(2, free=FULL), node(3)]
         ("STRICT_SPREAD", THREE, ["id-1", "id-2"],
          "waiting for Ray to place the ranks: the cluster has room for all"),
         ("SPREAD", THREE[:2], ["id-1", "id-2", "id-3"],
-         "waiting for room for 1 more rank of 8 CPU: 0 of 1 have it; node-1 has 8 CPU but 8 are taken; "
-         "node-2 has 8 CPU but 8 are taken"),
+         "waiting for room for 1 more rank of 8 CPU: 0 of 1 have it"),
+        ("PACK", [replace(node(1), total={"CPU": 16.0}, free=FULL), node(4, free=FULL)], ["id-1", "id-2", "id-3"],
+         "waiting for room for 2 more ranks of 8 CPU: 0 of 2 have it; "
+         "node-1 (without this run) has 8 CPU but 8 are taken; node-4 has 8 CPU but 8 are taken"),
         ("STRICT_SPREAD", THREE, ["", "", ""],
          "waiting for 2 more nodes with 8 CPU: 1 of 3 ready; node-1 has 8 CPU but 8 are taken; "
          "node-2 has 8 CPU but 8 are taken"),
