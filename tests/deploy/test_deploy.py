@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,23 @@ def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> Non
     assert resource != plain
 
 
+@pytest.mark.parametrize("base", ["cluster", "job"])
+def test_a_volume_of_root_is_given_to_the_user_who_writes_to_it(base: str, tmp_path: Path) -> None:
+    """What fsGroup does where the volume's driver knows it."""
+    write_combination(tmp_path, base, [DEPLOY / "kubernetes" / "parts" / "volume-owner"])
+    head = kuberay.pods(kuberay.build(tmp_path)[0])[0]
+    (init,), (container,) = head["initContainers"], head["containers"]
+    (runs,) = [mount for mount in container["volumeMounts"] if mount["name"] == "runs"]
+    owner = head["securityContext"]["fsGroup"]
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    assert {int(uid) for uid in re.findall(r"^USER (\d+)$", text, re.MULTILINE)} == {owner}
+    assert init["command"] == ["chown", f"{owner}:{owner}", runs["mountPath"]]
+    assert init["volumeMounts"] == [runs]
+    assert init["image"] == container["image"]
+    assert init["securityContext"]["runAsUser"] == 0
+    assert init["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+
+
 @pytest.mark.parametrize(("folder", "kind", "where"), [
     ("cluster", "RayCluster", ()), ("queue", "ClusterQueue", ("resourceGroups", 0, "flavors", 0, "resources", 0)),
     ("queue", "LocalQueue", ()), ("monitoring", "PodMonitor", ("podMetricsEndpoints", 0, "relabelings", 0)),
@@ -316,6 +334,24 @@ def test_what_a_training_needs_of_a_pod() -> None:
     drain = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert drain[0] == (DEPLOY / "docker" / "raydist-drain").name
     assert int(drain[1]) < pod["terminationGracePeriodSeconds"]
+
+
+def test_a_job_that_has_ended_gives_its_gpus_back_at_once() -> None:
+    """KubeRay deletes the pods that many seconds later, if it is told to delete them at all."""
+    jobs = [kuberay.build(folder)[0] for folder in KUSTOMIZE]
+    specs = [job["spec"] for job in jobs if job["kind"] == "RayJob"]
+    assert specs
+    for spec in specs:
+        assert spec["shutdownAfterJobFinishes"] is True
+        assert spec["ttlSecondsAfterFinished"] <= 60
+
+
+def test_a_batch_job_has_the_memory_of_its_nodes_and_keeps_its_output() -> None:
+    """--exclusive gives all CPUs and GPUs, but only the default memory; a job that is requeued would
+    begin its output anew. tests/scenarios/test_slurm_rig.py runs it."""
+    text = (DEPLOY / "slurm" / "train.sbatch").read_text()
+    asked = re.findall(r"^#SBATCH (--\S+)$", text.partition("set -eu")[0], re.MULTILINE)
+    assert {"--exclusive", "--mem=0", "--open-mode=append"} <= {*asked}
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
@@ -435,6 +471,39 @@ def test_compose_would_take_its_file() -> None:
     )
     compose.validate()
     assert sorted(compose.service_names()) == ["head", "worker"]
+
+
+def container_starts() -> Iterator[tuple[str, list[str]]]:
+    """Yield each command that starts Ray in a container: its words, and the places in the container
+    that are the host's."""
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    for service in compose["services"].values():
+        volumes = [
+            each["target"]
+            if isinstance(each, dict)
+            else re.sub(r"\$\{[^}]*\}", "", each).split(":")[1]
+            for each in service["volumes"]
+        ]
+        yield service["command"], volumes
+    page = (ROOT / "docs" / "docker.md").read_text().replace("\\\n", " ")
+    for line in re.findall(r"^ +docker run .*\bray start .*$", page, re.MULTILINE):
+        mounts = re.findall(r"(?:--volume|-v|--mount)[ =](\S+)", line)
+        yield line, [re.split(r":|,(?:target|dst)=", mount)[1] for mount in mounts]
+
+
+def test_no_other_account_of_a_host_can_enter_rays_folder_in_a_container() -> None:
+    """Ray gives its folders mode 0777. In the container's own /tmp only the container sees them; in
+    a volume each account of the host would."""
+    starts = [*container_starts()]
+    heads = [words for words, _ in starts if "--head" in words]
+    assert (len(starts), len(heads)) == (4, 2)
+    folders = {folder for words in heads for folder in re.findall(r"--temp-dir=(\S+)", words)}
+    (folder,) = map(Path, folders)  # all nodes of a cluster take the head's
+    for words, volumes in starts:
+        assert volumes, words
+        for volume in map(Path, volumes):
+            assert not folder.is_relative_to(volume), words
+            assert not volume.is_relative_to(folder), words
 
 
 def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pid(
