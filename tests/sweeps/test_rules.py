@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from raydist.settings.config import Job, Sweep, Watch
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, Stopped
-from raydist.sweeps import room, rules
+from raydist.sweeps import conduct, room, rules
 from raydist.sweeps.conduct import Conductor, Over, Reached, Setup
 from raydist.sweeps.folder import Folder, read_trials
 from raydist.sweeps.requests import write_request
@@ -187,6 +188,24 @@ def test_a_trial_whose_folder_was_deleted_keeps_its_number(
     for number in (5, 6):
         shutil.rmtree(tmp_path / str(number))
     assert started(Sweep(parallel=2)) == [3, 5]  # of trial 3 nothing is left
+
+
+def test_a_cluster_without_room_is_not_asked_at_every_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time is a task on the head, where the driver is elsewhere."""
+    now, looks = 1000.0, list[float]()
+    monkeypatch.setattr(conduct, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: looks.append(now))
+    space: Any = AnySpace()
+    screen, folder = SweepScreen(Watch(progress="none"), ()), Folder(tmp_path)
+    setup = Setup(space, InOrder(), Sweep(), 3, (), folder, screen, lambda trials: None)
+    conductor = Unrun(setup, {})
+    while now < 1060:
+        assert not conductor._start_next()
+        now += conduct.POLL_S
+    assert 60 / conduct.ROOM_S - 1 <= len(looks) <= 60 / conduct.ROOM_S + 5
+    assert looks[1] - looks[0] < conduct.ROOM_S / 2  # at first there may soon be room
 
 
 def test_added_trials_come_first_and_once_though_the_driver_dies_between(
