@@ -49,13 +49,16 @@ def test_frames_of_c_code_are_refused_with_the_reason(
     refused = [*python, "tests.tracing", *python]
     run = Program(
         tmp_path, *python, "raydist.train", "job=held.py", "hang.after_s=1",
-        "watch.progress=none", *where, module="tests.tracing", alone=True,
+        "watch.progress=lines", *where, module="tests.tracing", alone=True,
     )  # fmt: skip
     try:
         run.wait_until(lambda: any(event["notes"] for event in read(run)), "the reason", PATIENCE_S)
         (note,) = next(event["notes"] for event in read(run) if event["notes"])
         assert note.startswith("no frames of C code of rank 1 on ")
         assert REASON in note
+        run.wait_until(
+            lambda: f"hang  {note}" in run.screen, "the reason on the screen", PATIENCE_S
+        )
         stacks = subprocess.run(
             [*python, "raydist.cli", "stacks", "rank=1", "--native"],
             cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S,
