@@ -120,11 +120,12 @@ class CommandLink(AbstractContextManager["CommandLink"]):
         self.close()
 
 
-def is_own(peer: socket.socket) -> bool:
+def is_own(peer: socket.socket, or_root: bool = True) -> bool:
     """Report whether the process at the other end is of this user, or root, and visible here.
 
+    `or_root`: whether root's counts: a driver of root's accepts no other user.
     Source: SO_PEERCRED of unix(7). The pid is 0 for a process in another container.
     """
     size = struct.calcsize("iII")
     pid, uid, _ = struct.unpack("iII", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return pid > 0 and uid in (0, os.getuid())
+    return pid > 0 and (uid == os.getuid() or (or_root and uid == 0))

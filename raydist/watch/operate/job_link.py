@@ -1,10 +1,9 @@
 """Reach the driver of a submitted job through the port of Ray's dashboard alone. (driver)
 
 The dashboard has nothing that passes messages on, but it submits jobs and shows their logs. A small
-job on the driver's node (`relay_job.py`) gets the first message as an argument, further ones from
-the store into which the dashboard puts uploaded packages, and prints what the driver replies; Ray's
-log API streams that. The small job is deleted after the command. Ray's token is needed for each of
-these requests.
+job on the driver's node (`relay_job.py`) gets the messages from the store into which the dashboard
+puts uploaded packages, and prints what the driver replies; Ray's log API streams that. The small
+job is deleted after the command. Ray's token is needed for each of these requests.
 """
 
 from __future__ import annotations
@@ -59,19 +58,18 @@ class JobLink(AbstractContextManager["JobLink"]):
 
     def send(self, message: Message) -> None:
         """Send a message. OSError: the dashboard does not answer."""
-        line = encode(message)
-        if self._sent:
-            ray_private.send_package(self._client, f"{self._name}-{self._sent}.zip", line)
-        else:
-            self._submit(line.decode())
+        if not self._sent:
+            self._submit()
+        package = f"{self._name}-{self._sent}.zip"
         self._sent += 1
+        ray_private.send_package(self._client, package, encode(message))
 
-    def _submit(self, message: str) -> None:
+    def _submit(self) -> None:
         words = ["python", "-m", "raydist.watch.operate.relay_job"]
         node = urlsplit(self._info.driver_agent_http_address).hostname
         try:
             self._client.submit_job(
-                entrypoint=shlex.join([*words, self._address.socket, self._name, message]),
+                entrypoint=shlex.join([*words, self._address.socket, self._name]),
                 submission_id=self._name,
                 runtime_env=self._info.runtime_env,  # so it is the same raydist
                 entrypoint_resources={f"node:{node}": ON_NODE},

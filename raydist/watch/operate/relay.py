@@ -88,7 +88,7 @@ def connect_here(name: str) -> CommandLink:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(f"\0{name}")
-        if not is_own(sock):
+        if not is_own(sock, or_root=False):
             raise PermissionError("another user listens there")
     except OSError:
         sock.close()

@@ -1,13 +1,14 @@
 """A small job beside a driver: passes a command's messages on, and prints the replies. (driver)
 
-`python -m raydist.watch.operate.relay_job SOCKET NAME MESSAGE`: the driver's socket, the name of
-the job, and the first message. See job_link.py.
+`python -m raydist.watch.operate.relay_job SOCKET NAME`: the driver's socket, and the name of the
+job. No message is an argument: all users of the node see those. See job_link.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import sys
 import threading
@@ -22,7 +23,9 @@ from raydist.watch.operate.relay import connect_here
 
 CLOSED = b"raydist: closed"
 """What it prints after the driver's last message."""
-FIRST_S = 1.0
+FIRST_S = 60.0
+"""Limit on the wait for the first message; after it the command has ended."""
+SECOND_S = 1.0
 """Seconds until it looks for a second message: most commands send one only."""
 LOOK_S = 0.2
 """Seconds between two looks for a message."""
@@ -30,15 +33,16 @@ LOOK_S = 0.2
 
 def main(argv: Sequence[str]) -> int:
     """Pass messages on until the driver closes the connection."""
-    socket, name, message = argv
+    socket, name = argv
     with contextlib.suppress(OSError):  # Ray's log of this job: all users may enter its folder
         os.fchmod(sys.stdout.fileno(), 0o600)
     try:
-        link = connect_here(socket)
+        first = take_message(name, 0, FIRST_S)
+        link = connect_here(socket)  # afterwards: the driver waits for a request for seconds only
     except OSError:
         print_line(encode(Refused("the run has ended", usage=True)))
     else:
-        link.sock.sendall(message.encode() + b"\n")
+        link.sock.sendall(first + b"\n")
         threading.Thread(target=pass_further_on, args=(link, name), daemon=True).start()
         while (line := link.receive_line()) is not None:
             print_line(line)
@@ -53,15 +57,25 @@ def print_line(line: bytes) -> None:
 
 
 def pass_further_on(link: CommandLink, name: str) -> None:
-    """Send the driver each further message that the command has put into Ray's store."""
-    time.sleep(FIRST_S)
-    address = os.environ["RAY_ADDRESS"]  # Ray's job server sets it to that of the GCS
+    """Send the driver each further message of the command."""
+    time.sleep(SECOND_S)
     with contextlib.suppress(OSError):  # the driver has closed the connection
         for number in itertools.count(1):
-            package = f"{name}-{number}.zip"
-            while (line := ray_private.take_package(address, package)) is None:
-                time.sleep(LOOK_S)
-            link.sock.sendall(line + b"\n")
+            link.sock.sendall(take_message(name, number) + b"\n")
+
+
+def take_message(name: str, number: int, within_s: float = math.inf) -> bytes:
+    """Return a message that the command has put into Ray's store, once it is there.
+
+    OSError: it was not within so many seconds, or the GCS does not answer.
+    """
+    address = os.environ["RAY_ADDRESS"]  # Ray's job server sets it to that of the GCS
+    until = time.monotonic() + within_s
+    while (line := ray_private.take_package(address, f"{name}-{number}.zip")) is None:
+        if time.monotonic() > until:
+            raise TimeoutError(f"no message came within {within_s:g} s")
+        time.sleep(LOOK_S)
+    return line
 
 
 if __name__ == "__main__":
