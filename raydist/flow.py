@@ -198,8 +198,13 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     """Open the agents, then make attempts with them until the run is over or leaves its nodes."""
     events.add(kinds.Plan(**group.plan.as_event()))
     job = settled(job, group.plan)
-    group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
-    network_check.check_network(group, events.warn)
+    try:
+        group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
+        network_check.check_network(group, events.warn)
+    except Exception as error:
+        if not attempts.lost_while_opening(job, group, error):
+            raise
+        return
     folder, node, buttons = Path(job.dir), connect.own_node(), job.watch.operate
     run = OperatedRun(folder, group, events, node, stopper(), attempts.changes, buttons)
     with OperateServer(run), collecting(job.watch.profile, group, events):

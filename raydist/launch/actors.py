@@ -14,7 +14,7 @@ from raydist.launch.mailbox import Mail, Mailbox
 from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
 from raydist.node.actor import MpiNodeActor, NodeActor
 from raydist.shared import kinds, signals
-from raydist.shared.errors import LaunchError
+from raydist.shared.errors import CallLost, LaunchError
 from raydist.shared.events import Events
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Actors:
         """
         if key not in self._boxes:
             failed: Future[AnyReply] = Future()
-            failed.set_exception(LaunchError("its node is gone"))
+            failed.set_exception(CallLost(LaunchError("its node is gone")))
             return failed
         return self._boxes[key].send(local_rank, request)
 

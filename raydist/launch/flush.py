@@ -25,7 +25,7 @@ from raydist.messages.writer import (
 )
 from raydist.settings.config import Checkpoint
 from raydist.shared import kinds
-from raydist.shared.errors import last_line
+from raydist.shared.errors import cause_of, last_line
 from raydist.shared.kinds import Event
 from raydist.state.shard_choice import Shard, WholeShards, newest_whole
 
@@ -82,7 +82,7 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit, world_si
                 emit(kinds.from_json({**each, "t": time.time()}))
             break
         except Exception as error:  # that node is gone: another one has the same state
-            failed.append(f"{node.host}: {type(error).__name__}: {last_line(error)}")
+            failed.append(f"{node.host}: {type(cause_of(error)).__name__}: {last_line(error)}")
     else:
         why = "; ".join(failed[:4]) or "no agent answers"
         return f"no node could write the last state to the disk ({why})"

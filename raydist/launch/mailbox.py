@@ -12,6 +12,7 @@ from typing import Any
 from raydist.launch.limits import CLOSE_S
 from raydist.messages.agent import GetNews
 from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
+from raydist.shared.errors import CallLost
 
 LINGER_S = 0.001
 """Seconds that a request waits for others to the same node: a Ray call costs both sides 1.5 to 3
@@ -145,7 +146,7 @@ class Mailbox:
                 reply.set_result(answer.reply)
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all requests that were sent: the node is gone, and with it their answers."""
+        """Fail all requests that were sent, with CallLost: their answers will not come."""
         with self._lock:
             self._calls -= 1
             unsent = {request.number for request in self._unsent}
@@ -153,4 +154,4 @@ class Mailbox:
                 self._waiting.pop(number) for number in list(self._waiting) if number not in unsent
             ]
         for reply in lost:
-            reply.set_exception(error)
+            reply.set_exception(CallLost(error))

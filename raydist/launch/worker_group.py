@@ -51,7 +51,14 @@ from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
 from raydist.settings.config import Job, as_dict
 from raydist.shared import arguments, kinds
-from raydist.shared.errors import ConfigError, LaunchError, Stopped, last_line
+from raydist.shared.errors import (
+    CallLost,
+    ConfigError,
+    LaunchError,
+    Stopped,
+    cause_of,
+    last_line,
+)
 from raydist.shared.events import Events
 from raydist.shared.own_path import machine_id
 from raydist.state.shard_choice import WholeShards
@@ -192,11 +199,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def _opens_rendezvous(
         self, job: Job, attempt: int, replaced: bool, until: float, keep: bool
     ) -> bool:
-        """Open the rendezvous of another attempt; return False if a node was lost meanwhile.
+        """Open the rendezvous of another attempt; return False if that is to be tried again.
 
-        `replaced`: whether agents were replaced. `until`: as in _replace_lost. `keep`: as in
-        prepare_attempt. Raises LaunchError
-        if no node is lost, but the rendezvous can't be opened.
+        A node was lost meanwhile, or only the call, as when a connection breaks. `replaced`:
+        whether agents were replaced. `until`: as in _replace_lost. `keep`: as in prepare_attempt.
+        Raises LaunchError if no node is lost, but the rendezvous can't be opened.
         """
         try:
             if replaced:
@@ -216,7 +223,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             raise
         # Raised by Ray for a call to an actor that is gone, or by the agent.
         except Exception as error:
-            if time.monotonic() < until and self.lost_ranks():
+            lost = time.monotonic() < until and (isinstance(error, CallLost) or self.lost_ranks())
+            if lost:
                 return False
             host = self.plan.slots[0].node.host
             raise LaunchError(f"no rendezvous on {host}: {last_line(error)}") from error
@@ -228,7 +236,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self.call(0, WaitForWriter()).result(flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = self.plan.slots[0].node.host
-            why = f"{type(error).__name__}: {last_line(error)}"
+            why = f"{type(cause_of(error)).__name__}: {last_line(error)}"
             self._events.warn(f"not waiting for the checkpoint that {host} may be writing ({why})")
 
     def lost_ranks(self, gone: Collection[int] = ()) -> list[int]:
@@ -525,8 +533,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Send one request to the agent of each rank, and return the replies in order.
 
         `ranks`: None for all. All requests are sent at once. Raises LaunchError, with the first
-        rank whose agent failed or did not reply within `limit_s` seconds. Hundreds of ranks get a
-        little more time.
+        rank whose agent failed or did not reply within `limit_s` seconds; its `lost` are the ranks
+        whose calls failed. Hundreds of ranks get a little more time.
         """
         slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
         futures = [
@@ -536,10 +544,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
         for slot, future in zip(slots, futures, strict=True):
             if future.done() and (error := future.exception()) is not None:
-                kind = ConfigError if isinstance(error, ConfigError) else LaunchError
-                raise kind(
-                    f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}"
-                ) from error
+                text = f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}"
+                if isinstance(error, ConfigError):
+                    raise ConfigError(text) from error
+                raise LaunchError(text, lost=ranks_without_answer(slots, futures)) from error
         silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
         if silent:
             raise LaunchError(
@@ -559,3 +567,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Set the facts of each rank's node, with the rank's own GPUs."""
         gpus = self.hosts.gpus() or (None,) * self.plan.world_size
         self.facts = self.nodes.facts(self.plan.slots, gpus)
+
+
+def ranks_without_answer(slots: Sequence[Slot], futures: Sequence[Future[Any]]) -> tuple[int, ...]:
+    """Return the ranks whose calls have failed, without an answer of the agent."""
+    return tuple(
+        slot.rank
+        for slot, future in zip(slots, futures, strict=True)
+        if future.done() and isinstance(future.exception(), CallLost)
+    )

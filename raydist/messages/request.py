@@ -19,7 +19,7 @@ class Transport(Protocol):
     def __call__(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         """Send a request to the agent of a rank.
 
-        The future raises the agent's error, or an error that reports the agent's exit.
+        The future raises the agent's error, or CallLost if no answer will come.
         """
         ...
 

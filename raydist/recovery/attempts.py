@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from raydist.settings import in_place
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.shared import env_names, kinds
-from raydist.shared.errors import LaunchError, RaydistError
+from raydist.shared.errors import CallLost, ConfigError, LaunchError, RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 
@@ -78,6 +79,25 @@ class Attempts:
                     return
                 case Retry() as retry:
                     attempt = self._in_place(job, group, retry)
+
+    def lost_while_opening(self, job: Job, group: WorkerGroup, error: Exception) -> bool:
+        """Return whether `error` is due to a node that was lost before this placement had ranks.
+
+        It then counts as a failed attempt: another placement follows, or the run is over. False in
+        the first placement of a run, which has nothing to continue from.
+        """
+        if not self._past or not (ends := lost_before_start(group, error)):
+            return False
+        group.hosts.record_attempt(first_cause(ends), ())
+        self._past.append(explained(Attempt(ends), self._events, self.made))
+        match policy.decide(job.restart, self._past):
+            case GiveUp(reason):  # the state was saved when the last nodes were left
+                earlier = tuple(self._past[:-1])
+                self.outcome = replace(self._past[-1], earlier=earlier, why_last=reason)
+            case Retry() as retry:
+                self._elsewhere = retry
+                self._events.add(retry.as_event(job.restart))
+        return True
 
     def concluded(self) -> Attempt:
         """Return the outcome, once the agents have ended.
@@ -223,10 +243,36 @@ def run_attempt(
 def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
     """Return how the ranks of an attempt ended if a node was lost as they were started.
 
-    Empty if none was.
+    A call that was lost counts as well: nobody knows whether its ranks were started. Empty if the
+    agents answer, and one of them raised this error.
     """
     group.stop(range(group.plan.world_size), 0.0)  # ranks on other nodes may run
-    lost = set(group.lost_ranks())
+    gone = group.lost_ranks()
+    ends = ends_of_loss(group, {*gone, *calls_lost(error)}, error)
+    # An agent that answers is not replaced: it ends a rank that it may have started.
+    return [replace(end, answers=end.how == "lost" and end.rank not in gone) for end in ends]
+
+
+def lost_before_start(group: WorkerGroup, error: Exception) -> list[End]:
+    """Return the same if a node was lost while agents were opened or the network was checked."""
+    # By an agent, or about the settings.
+    raised = isinstance(error, LaunchError) and not isinstance(error.__cause__, CallLost | None)
+    if raised or isinstance(error, ConfigError | Stopped):
+        return []
+    # If a call was lost, other agents may just not be open yet: they still import torch.
+    slots = group.plan.slots
+    nodes = {slots[rank].node.id for rank in calls_lost(error) or group.lost_ranks()}
+    return ends_of_loss(group, {slot.rank for slot in slots if slot.node.id in nodes}, error)
+
+
+def calls_lost(error: Exception) -> Sequence[int]:
+    """Return the ranks whose calls were lost, according to WorkerGroup.call_each."""
+    lost: Sequence[int] = error.facts.get("lost", ()) if isinstance(error, LaunchError) else ()
+    return lost
+
+
+def ends_of_loss(group: WorkerGroup, lost: Collection[int], error: Exception) -> list[End]:
+    """Return the ends of an attempt that has lost these ranks and begun no step; empty for none."""
     now, cause = time.time(), error.__cause__ or error
     ends = []
     for slot in group.plan.slots:

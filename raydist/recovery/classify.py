@@ -12,7 +12,7 @@ from raydist.recovery.blame import is_victim, last_words, with_cuda_error
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.stall import Beat
 from raydist.shared import kinds
-from raydist.shared.errors import Stopped, last_line, out_of_memory
+from raydist.shared.errors import Stopped, cause_of, last_line, out_of_memory
 from raydist.shared.outcome import End
 
 NCCLS = "DistBackendError"
@@ -184,7 +184,7 @@ def classify_lost(
     if error is None:
         return replace(end, message="its agent stopped responding", silent=True)
     why = out_of_memory(error)
-    preempted = bool(getattr(error, "preempted", False))  # set by Ray's ActorDiedError
+    preempted = bool(getattr(cause_of(error), "preempted", False))  # set by Ray's ActorDiedError
     return replace(
         end, message=last_line(error), why=why, oom="ray" if why else "", preempted=preempted
     )

@@ -6,6 +6,8 @@ RaydistError             1    something that raydist can name went wrong
 ├── LaunchError          1    the cluster, a node or a rank could not be started
 ├── RunFailed            1    a rank failed; the Result has the cause and all exceptions
 └── Stopped          128+n    stopped by signal n
+
+CallLost ends no run: it says that an agent's answer will not come.
 """
 
 from __future__ import annotations
@@ -162,6 +164,23 @@ class Stopped(RaydistError):
         return type(self), (self.signum,)
 
 
+class CallLost(Exception):
+    """The call with a request to an agent failed: its node is gone, or a connection broke.
+
+    Nobody knows whether the agent got the request. What an agent itself raises arrives as it is.
+    `cause` is the error of the call.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error of the call if a call was lost, any other error unchanged."""
+    return error.cause if isinstance(error, CallLost) else error
+
+
 def nearest(name: str, known: Iterable[str], prefix: str = "") -> str | None:
     """Return the known name closest to `name`, with `prefix` before it; None if none is close."""
     by_lower = {each.lower(): each for each in known}
@@ -179,6 +198,7 @@ def known_names(known: Iterable[str]) -> str:
 
 def out_of_memory(error: BaseException) -> str:
     """Return the text for an actor that Ray's memory monitor ended; empty for any other error."""
+    error = cause_of(error)
     if type(error).__name__ != "OutOfMemoryError":
         return ""
     used = re.search(r"was (\S+ used / \S+ limit)", str(error))

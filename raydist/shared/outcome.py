@@ -78,6 +78,8 @@ class End:
     """The rank's agent stopped responding: the rank is lost, or its node knows how it ended."""
     stuck: bool = False
     """The rank is lost because its killed process does not end; its agent answers."""
+    answers: bool = False
+    """The rank's agent answers, although the call that was to start the rank was lost."""
     preempted: bool = False
     """The cluster took the rank's node away, or is about to."""
     kept: bool = False
@@ -90,7 +92,7 @@ class End:
     @property
     def gone(self) -> bool:
         """Whether the rank's agent is gone or no longer answers."""
-        return self.silent or (self.how == "lost" and not self.stuck)
+        return self.silent or (self.how == "lost" and not (self.stuck or self.answers))
 
     @property
     def failed(self) -> bool:

@@ -20,7 +20,7 @@ from raydist.messages.agent import Close, Examine, GetNews, IsOpen, RankEnd, Ran
 from raydist.messages.request import Answer, NodeRequest, Request
 from raydist.node import actor
 from raydist.node.actor import AgentHost
-from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.errors import CallLost, ConfigError, LaunchError
 from tests.waiting import wait_until
 
 PATIENCE_S = 20.0
@@ -179,8 +179,10 @@ def test_all_requests_to_a_node_that_is_gone_fail() -> None:
         box = mail.box(lambda requests: call)
         replies = [box.send(rank, GetNews(1.0)) for rank in range(RANKS)]
         call.set_exception(ConnectionError("actor died"))
-        assert {type(reply.exception(PATIENCE_S)) for reply in replies} == {ConnectionError}
-        assert isinstance(box.send(0, IsOpen()).exception(PATIENCE_S), ConnectionError)
+        assert {type(reply.exception(PATIENCE_S)) for reply in replies} == {CallLost}
+        error = box.send(0, IsOpen()).exception(PATIENCE_S)
+        assert isinstance(error, CallLost)
+        assert isinstance(error.cause, ConnectionError)
 
 
 def test_a_late_answer_to_a_call_that_failed_takes_no_other_with_it() -> None:
@@ -200,7 +202,7 @@ def test_a_late_answer_to_a_call_that_failed_takes_no_other_with_it() -> None:
         failed = box.send(0, GetNews(1.0))
         (old,), call = calls.get(timeout=PATIENCE_S)
         call.set_exception(ConnectionError("unavailable"))
-        assert isinstance(failed.exception(PATIENCE_S), ConnectionError)
+        assert isinstance(failed.exception(PATIENCE_S), CallLost)
         first = box.send(0, IsOpen())
         (new,), call = calls.get(timeout=PATIENCE_S)
         second = box.send(1, IsOpen())
@@ -218,7 +220,9 @@ def test_a_call_that_cannot_be_made_fails_its_requests() -> None:
         raise RuntimeError("Ray is gone")
 
     with Mail() as mail:
-        assert isinstance(mail.box(exchange).send(0, IsOpen()).exception(PATIENCE_S), RuntimeError)
+        error = mail.box(exchange).send(0, IsOpen()).exception(PATIENCE_S)
+        assert isinstance(error, CallLost)
+        assert isinstance(error.cause, RuntimeError)
 
 
 def test_a_call_that_is_open_when_the_loop_ends_is_cancelled_without_a_word(

@@ -41,7 +41,7 @@ from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
 from raydist.recovery import attempts, policy
 from raydist.settings.config import Backend, Job, Restart, Target
-from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.errors import CallLost, ConfigError, LaunchError
 from raydist.shared.events import Events
 from tests.records import read_events
 
@@ -128,10 +128,33 @@ def gone_from(*ranks: int) -> Callable[[int, Any], Any]:
 
     def reply(rank: int, request: Request[Any]) -> bool:
         if rank in ranks:
-            raise ConnectionError("actor died")
+            raise CallLost(ConnectionError("actor died"))
         return True
 
     return reply
+
+
+def fails_on(*ranks: int) -> Callable[[int, Any], Any]:
+    """Agents of these ranks answer that they have failed; the others are healthy."""
+
+    def reply(rank: int, request: Request[Any]) -> int:
+        if rank in ranks:
+            raise OSError("too many open files")
+        return 1000 + rank
+
+    return reply
+
+
+def lose_once(hosts: FakeHosts, kind: type[Request[Any]], lost: int) -> None:
+    """Lose the next call of this kind to the agent of a rank, which answers all others."""
+
+    def reply(rank: int, request: Request[Any]) -> Any:
+        if rank == lost:
+            del hosts.replies[kind]
+            raise CallLost(ConnectionError("temporarily unavailable"))
+        return hosts.reply(rank, request)
+
+    hosts.replies[kind] = reply
 
 
 @pytest.fixture
@@ -385,7 +408,7 @@ def test_a_node_that_is_lost_while_the_rendezvous_is_opened_is_replaced(
 
     def lose(rank: int, request: OpenStore) -> Any:
         hosts.replies[IsOpen] = gone_from(0, 1)
-        raise ConnectionError("actor died")
+        raise CallLost(ConnectionError("actor died"))
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
         assert lost == [0, 1]
@@ -403,9 +426,20 @@ def test_a_rendezvous_that_cannot_be_opened_ends_the_run(
     hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     group = opened(hosts, events, job)
-    hosts.replies[OpenStore] = gone_from(0)
-    with pytest.raises(LaunchError, match="no rendezvous on host1: actor died"):
+    hosts.replies[OpenStore] = fails_on(0)
+    with pytest.raises(LaunchError, match="no rendezvous on host1: too many open files"):
         group.prepare_attempt(job, 1)
+
+
+def test_a_lost_call_for_the_rendezvous_is_made_again(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """A connection broke, and nothing else: the run ended."""
+    group = opened(hosts, events, job)
+    lose_once(hosts, OpenStore, 0)
+    assert group.prepare_attempt(job, 1) == []
+    assert len(hosts.sent(OpenStore)) == 2
+    assert (group.rendezvous.port, group.rendezvous.attempt) == (4002, 1)
 
 
 def test_a_node_that_is_lost_as_ranks_start_is_a_failure_of_the_attempt(
@@ -427,9 +461,22 @@ def test_a_rank_that_cannot_be_started_where_its_agent_answers_ends_the_run(
     hosts: FakeHosts, events: Events, job: Job
 ) -> None:
     group = opened(hosts, events, job)
-    hosts.replies[StartRank] = gone_from(2)
-    with pytest.raises(LaunchError, match=r"rank 2 on host2 .*actor died"):
+    hosts.replies[StartRank] = fails_on(2)
+    with pytest.raises(LaunchError, match=r"rank 2 on host2 .*too many open files"):
         attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
+
+
+def test_a_lost_call_to_start_a_rank_is_a_failure_of_the_attempt(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """A connection broke, and the agent answers again: the run ended, though restarts were left."""
+    group = opened(hosts, events, job)
+    lose_once(hosts, StartRank, 2)
+    attempt = attempts.run_attempt(job, None, group, events, RunCheckpoints(job))
+    assert [end.how for end in attempt.ends] == ["stopped", "stopped", "lost", "stopped"]
+    assert attempt.ends[2].message == "temporarily unavailable"
+    assert [end.gone for end in attempt.ends] == [False] * 4  # no agent is replaced for it
+    assert isinstance(policy.decide(Restart(max=1), [attempt]), policy.Retry)
 
 
 def test_a_writer_that_is_gone_is_a_warning(hosts: FakeHosts, events: Events, job: Job) -> None:
@@ -438,7 +485,7 @@ def test_a_writer_that_is_gone_is_a_warning(hosts: FakeHosts, events: Events, jo
     group.prepare_attempt(job, 1)
     (warning,) = (event["text"] for event in read_events(events.path) if event["kind"] == "warning")
     assert "host1" in warning
-    assert "actor died" in warning
+    assert "ConnectionError: actor died" in warning
 
 
 def test_values_of_agents_that_are_gone_or_silent_are_empty(
@@ -448,7 +495,7 @@ def test_values_of_agents_that_are_gone_or_silent_are_empty(
 
     def reply(rank: int, request: GetValue) -> Any:
         if rank == 1:
-            raise ConnectionError("actor died")
+            raise CallLost(ConnectionError("actor died"))
         return NotImplemented if rank == 2 else hosts.reply(rank, request)
 
     hosts.replies[GetValue] = reply

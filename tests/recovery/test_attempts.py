@@ -13,19 +13,30 @@ from typing import Any, cast
 
 import pytest
 
+from raydist.cluster.nodes import ResourceRequest
+from raydist.cluster.placement import Plan, assign_ranks
 from raydist.launch.worker_group import WorkerGroup
-from raydist.messages.agent import RankValue
+from raydist.messages.agent import GetValue, IsOpen, Open, RankValue
+from raydist.messages.checkup import ListenForPeers
 from raydist.recovery import attempts, policy
 from raydist.recovery.arrival import RestartCost
 from raydist.recovery.attempts import Attempts
 from raydist.recovery.policy import GiveUp, Retry
-from raydist.settings.config import Job, Restart
+from raydist.settings.config import Job, Restart, Target
 from raydist.shared import kinds
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 from raydist.state import checkpoint_files
 from raydist.state.write import SaveRequest
+from tests.launch.test_worker_group import (
+    FakeHosts,
+    fails_on,
+    gone_from,
+    node,
+    silent,
+    two_nodes,
+)
 from tests.records import Seen
 
 JOB = Job(restart=Restart(max=3))
@@ -122,7 +133,7 @@ def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
         attempt.retries.append(given[-1])
         return next(todo)
 
-    def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool) -> Retry | GiveUp:
+    def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) -> Retry | GiveUp:
         attempt.decisions.append(choose(rule, past, replaceable))
         return attempt.decisions[-1]
 
@@ -211,6 +222,73 @@ def test_drained_nodes_are_left_with_all_ranks_if_too_few_others_are_ready(
     assert (it.retries, other.first_world_size) == ([None, retry], 2)
     assert it.history.outcome is not None
     assert it.history.outcome.earlier == (failed(DRAINED),)
+
+
+def one_node() -> Plan:
+    request = ResourceRequest("gloo", 2, ({},), 2, "STRICT_SPREAD", {})
+    return assign_ranks(request, [node(1)])
+
+
+def left_for_another_placement(tmp_path: Path, patch: pytest.MonkeyPatch) -> tuple[Rig, Job]:
+    """Return a run whose nodes were drained, and whose next attempt ends well."""
+    it = rig(tmp_path, patch, failed(DRAINED), GOOD)
+    it.make(Group())
+    assert it.history.outcome is None
+    job = replace(JOB, dir=str(tmp_path), job=Target("json:dumps"), restart=Restart(max=1))
+    return it, job
+
+
+def carry_out(it: Rig, job: Job, plan: Plan, hosts: FakeHosts) -> None:
+    """Go on with a run on other nodes, as the flow does."""
+    with WorkerGroup(plan, hosts, it.events) as group:
+        import_module("raydist.flow").carry_out(job, group, it.events, it.history)
+
+
+@pytest.mark.parametrize("asked", [Open, ListenForPeers])
+def test_a_node_lost_while_agents_open_elsewhere_is_a_failure_like_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: type[Any]
+) -> None:
+    """It ended the run, though restarts were left."""
+    it, job = left_for_another_placement(tmp_path, monkeypatch)
+    lost = FakeHosts(replies={asked: gone_from(2), IsOpen: gone_from(2, 3)})
+    if asked is Open:
+        lost.replies[Open] = lambda rank, request: (
+            gone_from(2)(rank, request) if rank == 2 else lost.reply(rank, request)
+        )
+    carry_out(it, job, two_nodes(), lost)
+    assert it.history.outcome is None
+    assert it.history.made == 2
+    carry_out(it, job, one_node(), FakeHosts(replies={GetValue: lambda *_: RankValue()}))
+    outcome = it.history.outcome
+    assert outcome is not None
+    assert (outcome.ends, outcome.error) == (GOOD.ends, None)
+    drained, lost_one = outcome.earlier
+    assert drained == failed(DRAINED)
+    assert [end.how for end in lost_one.ends] == ["stopped", "stopped", "lost", "lost"]
+    assert "rank 2 on host2" in lost_one.failure
+    assert [event["number"] for event in it.seen if event["kind"] == "placed"] == [2]
+    assert [event["rank"] for event in it.seen if event["kind"] == "restart"] == [1, 2]
+
+
+def test_nodes_lost_while_agents_open_elsewhere_count_as_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, job = left_for_another_placement(tmp_path, monkeypatch)
+    for _ in range(2):
+        assert it.history.outcome is None
+        carry_out(it, job, two_nodes(), FakeHosts(replies={Open: gone_from(0, 1, 2, 3)}))
+    assert it.history.outcome is not None
+    assert it.history.outcome.error is None
+    assert "restart.max=1" in it.history.outcome.why_last
+    assert len(it.history.outcome.earlier) == 2
+
+
+def test_an_agent_that_fails_to_open_elsewhere_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, job = left_for_another_placement(tmp_path, monkeypatch)
+    with pytest.raises(LaunchError, match=r"rank 2 on host2 .*too many open files"):
+        carry_out(it, job, two_nodes(), FakeHosts(replies={Open: fails_on(2), IsOpen: silent}))
 
 
 def test_drained_nodes_are_replaced_if_others_are_ready(

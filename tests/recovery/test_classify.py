@@ -22,7 +22,7 @@ from raydist.recovery.classify import (
 )
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis, RankState
 from raydist.shared import kinds
-from raydist.shared.errors import Stopped
+from raydist.shared.errors import CallLost, Stopped
 from raydist.shared.outcome import End
 
 RAISED = kinds.Raised(t=90.0, rank=1, type="ValueError", message="nan", traceback="line 31", step=7)
@@ -219,8 +219,8 @@ class Preempted(Exception):
     [
         (None, "its agent stopped responding", True, False, ""),
         (RuntimeError("Traceback\nThe actor died\n"), "The actor died", False, False, ""),
-        (Preempted("the node was taken"), "the node was taken", False, True, ""),
-        (OutOfMemoryError("was 7GB / 8GB"), None, False, False, "ray"),
+        (CallLost(Preempted("the node was taken")), "the node was taken", False, True, ""),
+        (CallLost(OutOfMemoryError("was 7GB / 8GB")), None, False, False, "ray"),
     ],
 )
 def test_a_lost_rank_keeps_its_last_heartbeat(
