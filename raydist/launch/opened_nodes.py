@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from raydist.cluster.placement import Slot
-from raydist.messages.agent import Open, Opened
+from raydist.messages.agent import Open, Opened, ProcessId
 from raydist.messages.server import StoreKind
 from raydist.network.facts import Facts
 from raydist.network.traffic import Ports
@@ -23,6 +23,10 @@ class OpenedNodes:
         """By node id: the name of its fork server, if the node was opened after the others."""
         self._replies: dict[str, Opened] = {}
         """By node id: the reply of its first agent."""
+        self._started: dict[str, list[ProcessId]] = {}
+        """By node id: the processes that its agents have started."""
+        self._left: dict[str, list[ProcessId]] = {}
+        """The same of agents that are gone, until their node's ranks are started again."""
 
     def run_of(self, slot: Slot) -> str:
         """Return the name of a node's fork server."""
@@ -63,6 +67,22 @@ class OpenedNodes:
         for slot in slots:
             if slot.local_rank == 0:
                 self._runs[slot.node.id] = uuid.uuid4().hex[:8]
+
+    def note_started(self, slots: Sequence[Slot], processes: Sequence[ProcessId]) -> None:
+        """Note the processes of all ranks, once they are started."""
+        self._started = {slot.node.id: [] for slot in slots}
+        for slot, process in zip(slots, processes, strict=True):
+            self._started[slot.node.id].append(process)
+        self._left.clear()
+
+    def note_lost(self, slots: Sequence[Slot]) -> None:
+        """Note that the agents of these slots are gone; their processes may still be there."""
+        for slot in slots:
+            self._left.setdefault(slot.node.id, []).extend(self._started.pop(slot.node.id, []))
+
+    def left_on(self, slot: Slot) -> tuple[ProcessId, ...]:
+        """Return the processes that lost agents may have left on the node of a slot."""
+        return tuple(self._left.get(slot.node.id, ()))
 
     def facts(
         self, slots: Sequence[Slot], gpus: Sequence[Sequence[str] | None]

@@ -353,6 +353,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def _replace(self, lost: Sequence[int]) -> Sequence[int]:
         """Replace the agents of these ranks with agents on other nodes; return those to open."""
+        self.nodes.note_lost([self.plan.slots[rank] for rank in lost])
         self.plan = self.hosts.replace_nodes(lost)
         new = lost
         if self.hosts.standby is not None:
@@ -463,10 +464,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         for rank, rank_variables in enumerate(variables):
             env = {var.name: var.value for var in rank_variables}
             args = arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
+            argv, after = (*common.argv, *args), self.nodes.left_on(self.plan.slots[rank])
             requests.append(
-                replace(common, rank=rank, env=env, argv=(*common.argv, *args), cpus=cpus[rank])
+                replace(common, rank=rank, env=env, argv=argv, cpus=cpus[rank], after=after)
             )
-        before, pids = self.rendezvous.pids, tuple(self.call_each(requests))
+        processes = self.call_each(requests)
+        self.nodes.note_started(self.plan.slots, processes)
+        before, pids = self.rendezvous.pids, tuple(each.pid for each in processes)
         kept = tuple(rank for rank, pid in enumerate(pids) if before and before[rank] == pid)
         self.rendezvous = replace(self.rendezvous, pids=pids, kept=kept)
         for slot, pid in zip(self.plan.slots, pids, strict=True):

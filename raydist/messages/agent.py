@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from raydist.messages.rank import Collective
 from raydist.messages.request import Request
@@ -137,9 +137,17 @@ class FindUnreachablePaths(Request["dict[str, str]"]):
     env: Mapping[str, str]
 
 
+class ProcessId(NamedTuple):
+    """A process of a node, which no later process with the same pid is taken for."""
+
+    pid: int
+    since: int
+    """When it started: clock ticks after boot, as in proc_pid_stat(5); 0: it had ended."""
+
+
 @dataclass(frozen=True)
-class StartRank(Request[int]):
-    """Start the process of the rank; reply with its pid."""
+class StartRank(Request[ProcessId]):
+    """Start the process of the rank; reply with its id."""
 
     rank: int
     env: Mapping[str, str]
@@ -164,6 +172,8 @@ class StartRank(Request[int]):
     there."""
     keep: bool = False
     """Whether a process that waits for this attempt continues; otherwise it is killed."""
+    after: tuple[ProcessId, ...] = ()
+    """The processes of agents that this one replaces on its node: they may hold the GPU."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from raydist.messages.agent import (
     NetworkUse,
     Open,
     Opened,
+    ProcessId,
     RankEnd,
     RankValue,
     ReadCommand,
@@ -263,29 +264,30 @@ class RankAgent:
             call = request.call if isinstance(request.call, bytes) else await request.call
             await asyncio.to_thread(write_at_once, file, call)
 
-    async def start(self, request: StartRank) -> int:
-        """Round 2: fork the rank with its variables, and return its pid.
+    async def start(self, request: StartRank) -> ProcessId:
+        """Round 2: fork the rank with its variables, and return its id.
 
         A process that waits for this attempt continues instead, if the request says so. Raises
         LaunchError if the process of the previous attempt can't be killed.
         """
         return await self._start(request, FromMpirun())
 
-    async def _start(self, request: StartRank, given: FromMpirun) -> int:
+    async def _start(self, request: StartRank, given: FromMpirun) -> ProcessId:
         assert self._writer is not None, "open() comes first"
         if request.keep and self._process is not None and self._process.waits:
             await self._writer.wait()
             if self._process.go_on(request):
-                return self._process.pid
+                return self._process.id
         if self._process is not None:
             await self._process.make_way()
+        await rank_process.end_earlier(request.after)
         spec = rank_spec.complete_spec(request, self.folder, given)
         await self._writer.wait()  # the last checkpoint of the previous attempt is on the disk
         if self._process is not None:
             self._process.release()
         forked = await rank_process.fork_process(self._server, request, spec, given.descriptors)
         self._process = RankProcess(forked, self._server, self._writer, self._explain_end)
-        return self._process.pid
+        return self._process.id
 
     async def is_open(self) -> bool:
         """Report whether the agent can start a rank.

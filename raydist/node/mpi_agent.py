@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raydist.messages.agent import Open, Opened, ProcessEnd, RankEnd, StartRank
+from raydist.messages.agent import Open, Opened, ProcessEnd, ProcessId, RankEnd, StartRank
 from raydist.messages.mpirun import (
     EndLaunchAgent,
     MpirunEnded,
@@ -92,7 +92,7 @@ class MpiRankAgent(RankAgent):
         self._listener = MpirunListener(path, request.secret, self._spawn)
         return opened
 
-    async def start(self, request: StartRank) -> int:
+    async def start(self, request: StartRank) -> ProcessId:
         """Wait for mpirun's child, then fork the rank with its variables."""
         child = await self._listening().child
         self._spawn(self._end_with_child(child))

@@ -13,10 +13,10 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from raydist.messages.agent import RecordedError
+from raydist.messages.agent import ProcessId, RecordedError
 from raydist.worker.heartbeat import STACKS_SIGNAL
 
 SIGNAL_S = 0.2
@@ -118,12 +118,55 @@ def main_thread_cpu(pid: int) -> float:
     return _read_state(Path(f"/proc/{pid}/task/{pid}/stat"))[1]
 
 
+def process_id(pid: int) -> ProcessId:
+    """Return the identity of the process that has this pid now."""
+    return ProcessId(pid, _start_and_threads(pid)[0])
+
+
+async def end_all_of(processes: Iterable[ProcessId], within_s: float) -> ProcessId | None:
+    """SIGKILL processes, which need not be children, and wait until they hold nothing any more.
+
+    Returns one that still does after `within_s` seconds, or None.
+    """
+    until = time.monotonic() + within_s
+    for each in processes:
+        if _holds_something(each):
+            with contextlib.suppress(PermissionError):
+                kill(each.pid, signal.SIGKILL)
+    for each in processes:
+        while _holds_something(each):
+            if time.monotonic() > until:
+                return each
+            await asyncio.sleep(0.01)
+    return None
+
+
+def _holds_something(process: ProcessId) -> bool:
+    """Return whether a process may have memory and devices: a zombie has them in other threads."""
+    since, threads = _start_and_threads(process.pid)
+    over = process_state(process.pid)[0] in "ZX" and threads <= 1
+    return process.since == since > 0 and not over
+
+
+def _start_and_threads(pid: int) -> tuple[int, int]:
+    """Return when a process started, as in ProcessId, and its number of threads; (0, 0): none."""
+    fields = _stat_fields(Path(f"/proc/{pid}/stat"))
+    return (int(fields[19]), int(fields[17])) if fields else (0, 0)
+
+
 def _read_state(file: Path) -> tuple[str, float]:
-    try:
-        after_name = file.read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = _stat_fields(file)
+    if not fields:
         return "", 0.0
-    return after_name[0], (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat_fields(file: Path) -> list[str]:
+    """Return the fields of proc_pid_stat(5) from the state on; empty if the process has ended."""
+    try:
+        return file.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def process_of(peer: socket.socket) -> int:

@@ -18,6 +18,7 @@ from raydist.messages.agent import (
     DYING_S,
     NativeStack,
     ProcessEnd,
+    ProcessId,
     RankActivity,
     RankEnd,
     RankNews,
@@ -31,7 +32,13 @@ from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
 from raydist.node import gpu_faults, native_stack, oom
 from raydist.node.commands import Commands
 from raydist.node.fork_client import ForkClient
-from raydist.node.processes import main_stack, main_thread_cpu, process_state
+from raydist.node.processes import (
+    end_all_of,
+    main_stack,
+    main_thread_cpu,
+    process_id,
+    process_state,
+)
 from raydist.node.rank_channel import RankChannel
 from raydist.node.rank_reports import RankReports
 from raydist.node.writer import Writer
@@ -109,7 +116,7 @@ class RankProcess:
         explain: Callable[[RankEnd], RankEnd],
     ) -> None:
         """`explain`: returns the end with what the agent knows about its cause."""
-        self.pid = forked.pid
+        self.id = process_id(forked.pid)
         self.reports = forked.reports
         self.channel = RankChannel(forked.channel, self._add_event)
         self.commands = Commands(server, forked.spec.env, forked.spec.cwd)
@@ -124,6 +131,10 @@ class RankProcess:
         """See RankEnd.stop_requested."""
         self._watching = asyncio.create_task(self._await_end(forked.ended))
         self.reports.xids.start(self.commands.env)
+
+    @property
+    def pid(self) -> int:
+        return self.id.pid
 
     @property
     def running(self) -> bool:
@@ -309,12 +320,7 @@ class RankProcess:
             await self.stop(0.0)
             await self.wait_end(DYING_S)
         if self.running:
-            state, _ = process_state(self.pid)
-            raise LaunchError(
-                f"process {self.pid} of the previous attempt did not end after SIGKILL (its "
-                f"state is {state}): "
-                "see dmesg on the node for the disk or the device that it waits for"
-            )
+            raise LaunchError(unkillable(self.pid))
 
     async def wait_end(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the rank."""
@@ -414,3 +420,22 @@ class RankProcess:
         if self.reports.raised or end.signal != signal.SIGKILL:
             said.append(await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True))
         return "; ".join(filter(None, said))
+
+
+async def end_earlier(processes: Sequence[ProcessId]) -> None:
+    """Wait for the end of the processes of an agent that was lost on this node.
+
+    Their fork server kills them, too, but only once it notices that the agent is gone. Raises
+    LaunchError if one can't be killed.
+    """
+    if left := await end_all_of(processes, DYING_S):
+        raise LaunchError(unkillable(left.pid))
+
+
+def unkillable(pid: int) -> str:
+    """Return the text about a process that stands in the way of the next attempt."""
+    return (
+        f"process {pid} of the previous attempt did not end after SIGKILL (its state is "
+        f"{process_state(pid)[0]}): see dmesg on the node for the disk or the device that it waits "
+        "for"
+    )

@@ -28,6 +28,7 @@ from raydist.messages.agent import (
     KeepCall,
     Open,
     Opened,
+    ProcessId,
     RankValue,
     StartRank,
     StopRank,
@@ -105,7 +106,7 @@ class FakeHosts(LocalHosts):
             case FindUnreachablePaths():
                 return {}
             case StartRank():
-                return 1000 + rank
+                return ProcessId(1000 + rank, 7)
             case GetValue():
                 return RankValue(value=bytes([rank]))
         return None
@@ -137,10 +138,10 @@ def gone_from(*ranks: int) -> Callable[[int, Any], Any]:
 def fails_on(*ranks: int) -> Callable[[int, Any], Any]:
     """Agents of these ranks answer that they have failed; the others are healthy."""
 
-    def reply(rank: int, request: Request[Any]) -> int:
+    def reply(rank: int, request: Request[Any]) -> ProcessId:
         if rank in ranks:
             raise OSError("too many open files")
-        return 1000 + rank
+        return ProcessId(1000 + rank, 7)
 
     return reply
 
@@ -477,6 +478,29 @@ def test_a_lost_call_to_start_a_rank_is_a_failure_of_the_attempt(
     assert attempt.ends[2].message == "temporarily unavailable"
     assert [end.gone for end in attempt.ends] == [False] * 4  # no agent is replaced for it
     assert isinstance(policy.decide(Restart(max=1), [attempt]), policy.Retry)
+
+
+def test_new_agents_of_a_node_know_what_those_before_them_have_started(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """Two processes shared a GPU while the old one released its memory."""
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        del hosts.replies[IsOpen]
+        return group.plan  # as Ray does for a living node
+
+    def after() -> list[tuple[ProcessId, ...]]:
+        group.start(job, [()] * 4, None)
+        return [request.after for _, request in hosts.sent(StartRank)[-4:]]
+
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
+    assert after() == [()] * 4
+    hosts.replies[IsOpen] = gone_from(2)
+    group.prepare_attempt(job, 1)
+    old = (ProcessId(1002, 7), ProcessId(1003, 7))
+    assert after() == [(), (), old, old]
+    group.prepare_attempt(job, 2)
+    assert after() == [()] * 4
 
 
 def test_a_writer_that_is_gone_is_a_warning(hosts: FakeHosts, events: Events, job: Job) -> None:

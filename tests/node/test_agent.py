@@ -8,8 +8,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
@@ -28,6 +30,7 @@ from raydist.messages.agent import (
     KeepCall,
     Open,
     Opened,
+    ProcessId,
     RankActivity,
     RankEnd,
     RankNews,
@@ -40,7 +43,7 @@ from raydist.messages.agent import (
 from raydist.messages.request import Request
 from raydist.messages.server import OpenStore, SignalProcess
 from raydist.network.facts import Facts
-from raydist.node import probe, rank_spec
+from raydist.node import probe, processes, rank_spec
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
@@ -81,7 +84,8 @@ async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
         missing_ok=True
     )  # of another test: a run has one function
     await agent.handle(KeepCall(cloudpickle.dumps((job, (), {}))))
-    return await agent.handle(start_request(rank))  # type: ignore[no-any-return]
+    process: ProcessId = await agent.handle(start_request(rank))
+    return process.pid
 
 
 def program_request(*argv: str) -> StartRank:
@@ -608,6 +612,56 @@ def test_an_agent_whose_process_cannot_be_killed_is_not_open(
     assert node.run(agent.handle(IsOpen()))
 
 
+@pytest.fixture
+def earlier() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that an agent has left which is gone."""
+    process = subprocess.Popen(["sleep", "300"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def start_after(node: Node, agent: RankAgent, *left: ProcessId) -> int:
+    """Start a rank once these processes have ended; its pid."""
+
+    async def go() -> ProcessId:
+        await agent.handle(KeepCall(cloudpickle.dumps((os.getpid, (), {}))))
+        return await agent.handle(  # type: ignore[no-any-return]
+            replace(start_request(0), after=left)
+        )
+
+    return node.run(go()).pid
+
+
+def test_a_rank_starts_once_that_of_a_lost_agent_has_ended(
+    node: Node, agent: RankAgent, earlier: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes shared a GPU: the old one takes seconds to release its memory."""
+
+    def kill_late(pid: int, number: int) -> None:
+        threading.Timer(0.5, os.kill, (pid, number)).start()
+
+    monkeypatch.setattr(processes, "kill", kill_late)
+    start_after(node, agent, processes.process_id(earlier.pid))
+    assert earlier.poll() == -signal.SIGKILL
+
+
+def test_a_rank_of_a_lost_agent_that_cannot_be_killed_is_an_error(
+    node: Node, agent: RankAgent, earlier: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "kill", lambda pid, number: None)
+    monkeypatch.setattr("raydist.node.rank_process.DYING_S", 0.2)
+    with pytest.raises(LaunchError, match=rf"process {earlier.pid} .* did not end after SIGKILL"):
+        start_after(node, agent, processes.process_id(earlier.pid))
+
+
+def test_another_process_with_the_pid_of_a_rank_is_left_alone(
+    node: Node, agent: RankAgent, earlier: subprocess.Popen[bytes]
+) -> None:
+    start_after(node, agent, ProcessId(earlier.pid, 1), ProcessId(earlier.pid, 0))
+    assert earlier.poll() is None
+
+
 # Stores, closing, lost and stopped fork servers
 
 
@@ -653,7 +707,7 @@ def test_a_program_is_lost_with_its_fork_server() -> None:
         agent = RankAgent()
         await agent.handle(open_request(os.urandom(4).hex()))
         try:
-            pid = await agent.handle(program_request("sleep", "300"))
+            pid, _ = await agent.handle(program_request("sleep", "300"))
             await follow(agent, until="joined")
             server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(server, signal.SIGKILL)
