@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
@@ -24,6 +25,7 @@ from raydist.shared import ending, kinds, signals
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 from raydist.shared.home import home_folder
+from raydist.shared.own_path import others_may_add
 
 CONNECT_S = 0.5
 """Longest wait for a connection to a node."""
@@ -208,6 +210,9 @@ def start_or_join(job: Job) -> bool:
     }
     try:
         if address := running_address():
+            # /tmp is open to the users of each node: Ray would have all workers import from there.
+            if any(map(others_may_add, (Path.cwd(), Path(os.path.realpath(sys.argv[0])).parent))):
+                quiet["job_config"] = ray_private.job_config_without_folders()
             _dashboard = ray.init(address=address, **quiet).dashboard_url or ""
             return False
         # Refuse an impossible request before starting Ray for it.

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -42,6 +42,7 @@ POPEN = f"{SERVICES}:ConsolePopen"
 """What starts each process of Ray."""
 KILL = "ray._private.node:Node.kill_all_processes"
 STARTED = "ray._private.worker:_global_node.all_processes"
+DRIVER_FOLDERS = "_py_driver_sys_path"
 NOT_NEEDED = tuple(
     f"ray._private.node:Node.{name}"
     for name in ("start_monitor", "start_log_monitor", "start_api_server")
@@ -230,6 +231,24 @@ def default_address() -> str | None:
         address: str | None = require(f"{SERVICES}:canonicalize_bootstrap_address")(None)
         return address
     return local_ray.noted_address()
+
+
+def job_config_without_folders() -> Any:
+    """Return a JobConfig for ray.init with which workers get no folder of the driver.
+
+    Otherwise Ray puts its current folder and that of its script first on their search paths.
+    """
+    import ray.job_config
+
+    class Nothing(list[str]):
+        def extend(self, folders: Iterable[str]) -> None:
+            """Add nothing: ray.init calls this with the folders."""
+
+    config = ray.job_config.JobConfig()
+    if not isinstance(getattr(config, DRIVER_FOLDERS, None), list):
+        raise missing(f"JobConfig.{DRIVER_FOLDERS}")
+    setattr(config, DRIVER_FOLDERS, Nothing())
+    return config
 
 
 def count_gpus() -> int:

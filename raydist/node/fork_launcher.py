@@ -18,7 +18,7 @@ from raydist.cluster import ray_private
 from raydist.network.names import MALLOC
 from raydist.node.left_folders import remove_left_folders
 from raydist.shared.errors import LaunchError
-from raydist.shared.own_path import of_others
+from raydist.shared.own_path import of_others, others_may_add
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 """The modules that each rank of a job needs."""
@@ -182,21 +182,26 @@ def own_search_path() -> list[str]:
     return [str(Path(__file__).parents[2]), *lasting]
 
 
-def rank_search_path(entries: Sequence[str]) -> tuple[str, ...]:
-    """Return a rank's search path: the driver's folders `entries`, then this process's."""
-    safe = safe_search_path(entries)
+def rank_search_path(entries: Sequence[str], cwd: str, own: bool) -> tuple[str, ...]:
+    """Return a rank's search path: the driver's folders `entries`, then this process's.
+
+    `cwd`, `own`: as in safe_search_path.
+    """
+    safe = safe_search_path(entries, cwd, own)
     return (*safe, *(path for path in sys.path if path not in safe))
 
 
-def safe_search_path(entries: Sequence[str]) -> tuple[str, ...]:
-    """Return the driver's folders for modules, except those that another user may have made here.
+def safe_search_path(entries: Sequence[str], cwd: str = "", own: bool = False) -> tuple[str, ...]:
+    """Return the driver's folders for modules, except those with modules that others may have made.
 
-    For example /tmp/project, if only the driver's node has it: another user could create it on this
-    node, with modules of theirs.
+    For example /tmp, or /tmp/project if only the driver's node has it: on this node another user
+    could create it. `cwd`: the folder of relative entries. `own`: whether this is the driver's
+    machine, where /tmp may be imported from, as with plain Python.
     """
-    return tuple(
-        entry for entry in entries if not entry or of_others(Path(entry).absolute()) is None
-    )
+    folders = {entry: Path(cwd, entry).absolute() for entry in entries}
+    if own:
+        return tuple(each for each in entries if not each or of_others(folders[each]) is None)
+    return tuple(each for each in entries if not others_may_add(folders[each]))
 
 
 def boot_id() -> str:

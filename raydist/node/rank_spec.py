@@ -16,10 +16,12 @@ from raydist.node import cache_folder
 from raydist.node.fork_launcher import rank_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
-from raydist.shared.own_path import machine_id, of_others
+from raydist.shared.own_path import machine_id, of_others, others_may_add
 
 CALL = "call"
 """The file of the pickled function, in the folder of the node."""
+
+PUT_ELSEWHERE = "set working_dir=. to send this folder, or put it where only you can write"
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
     the job's folder or its code there.
     """
     cwd = request.cwd if os.path.isdir(request.cwd) else os.getcwd()
-    if request.driver != machine_id():
+    own = request.driver == machine_id()
+    if not own:
         refuse_code_of_others(request, cwd)
     planned = cache_folder.fill_in(
         {name: value.replace(RANK_FOLDER, str(folder)) for name, value in request.env.items()}
@@ -56,7 +59,7 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
         argv=request.argv,
         script=request.script,
         cwd=cwd,
-        sys_path=rank_search_path(request.sys_path),
+        sys_path=rank_search_path(request.sys_path, cwd, own),
         value=str(folder / f"rank-{request.rank}.value"),
         call=str(folder / CALL) if request.call else None,
         cpus=given.cpus or request.cpus,
@@ -64,13 +67,14 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
 
 
 def refuse_code_of_others(request: StartRank, cwd: str) -> None:
-    """Raise ConfigError if another user of this node may have made `cwd` or the job's file.
+    """Raise ConfigError if another user of this node may have made code that the rank would run.
 
-    For example /tmp/project of the driver's machine, if this node has a different one, or none yet.
+    That is `cwd` or the job's file, such as /tmp/project of the driver's machine, if this node has
+    a different one, or none yet; or a module beside that file, in a folder that is open to all.
     """
+    host = socket.gethostname()
     for path in (cwd, code_file(request, cwd)):
         if path and (found := of_others(Path(path))):
-            host = socket.gethostname()
             whose = (
                 f"belongs to uid {found.lstat().st_uid}"
                 if os.path.lexists(found)
@@ -78,9 +82,24 @@ def refuse_code_of_others(request: StartRank, cwd: str) -> None:
             )
             raise ConfigError(
                 f"{found} on {host} {whose}, and every user of {host} may write to "
-                f"{found.parent}: anyone could have put code there; set working_dir=. to send this "
-                "folder, or put it where only you can write"
+                f"{found.parent}: anyone could have put code there; {PUT_ELSEWHERE}"
             )
+    for folder in import_folders(request, cwd):
+        if others_may_add(Path(folder)):
+            raise ConfigError(
+                f"every user of {host} may write to {folder}, from which the job imports modules: "
+                f"anyone could have put code there; {PUT_ELSEWHERE}"
+            )
+
+
+def import_folders(request: StartRank, cwd: str) -> list[str]:
+    """Return the folders that come first on the search path because the job's code is there."""
+    if request.script.startswith("-m "):
+        return [cwd]
+    file = code_file(request, cwd)
+    # Python takes the folder of a script behind its links.
+    both = (file, os.path.realpath(file)) if file.endswith(".py") else ()
+    return [os.path.dirname(each) for each in both]
 
 
 def code_file(request: StartRank, cwd: str) -> str:

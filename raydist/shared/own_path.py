@@ -32,6 +32,25 @@ def of_others(path: Path) -> Path | None:
     return _of_others(path) or _of_others(Path(os.path.realpath(path)))
 
 
+def others_may_add(folder: Path) -> bool:
+    """Report whether another user may have put files into this folder, such as a module.
+
+    They may if they made it, or if it is open to all, as /tmp is, and they can reach it.
+    """
+    folder = folder.absolute()
+    real = Path(os.path.realpath(folder))
+    reachable = all(map(_passable, real.parents))
+    return of_others(folder) is not None or (_open_to_all(real) and reachable)
+
+
+def _passable(folder: Path) -> bool:
+    """Return whether others than its owner may pass through this folder."""
+    try:
+        return bool(folder.stat().st_mode & (stat.S_IXOTH | stat.S_IXGRP))
+    except OSError:
+        return True
+
+
 def _of_others(path: Path) -> Path | None:
     for parent, child in itertools.pairwise([*reversed(path.parents), path]):
         if not _open_to_all(parent):

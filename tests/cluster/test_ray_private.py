@@ -10,8 +10,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -362,3 +364,40 @@ def test_a_run_on_a_ray_that_lacks_a_part_says_so_once_and_goes_on(
         )
         == 1
     )
+
+
+SEARCH_PATH = """
+import ray, sys
+from raydist.cluster import connect
+from raydist.settings.config import Job
+
+connect.start_or_join(Job())
+print(ray.get(ray.remote(lambda: sys.path).remote()))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("mode", "there"), [(0o755, True), (0o1777, False)], ids=["own", "open"])
+def test_workers_get_no_folder_of_the_driver_that_is_open_to_all(
+    ray_address: str, mode: int, there: bool
+) -> None:
+    """From a driver in /tmp, each node imported what another user had put into its /tmp."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, mode)
+        program = subprocess.run(
+            [sys.executable, "-c", SEARCH_PATH],
+            cwd=folder,
+            env={**os.environ, "RAY_ADDRESS": ray_address},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert (folder in ast.literal_eval(program.stdout)) is there
+
+
+def test_a_job_config_without_the_list_of_folders_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ray.job_config.JobConfig", lambda: SimpleNamespace())
+    with pytest.raises(LaunchError, match=r"has no JobConfig\._py_driver_sys_path"):
+        ray_private.job_config_without_folders()

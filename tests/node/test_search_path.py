@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,15 @@ OTHER = 65534
 
 
 @pytest.fixture(params=[0o1777, 0o777])
-def scratch(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def scratch(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder in which every user can make files, with and without the sticky bit."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    folder.chmod(request.param)
-    return folder
+    # tmp_path is in a folder that only this user can enter.
+    with tempfile.TemporaryDirectory(dir="/tmp") as outer:
+        os.chmod(outer, 0o755)
+        folder = Path(outer) / "scratch"
+        folder.mkdir()
+        folder.chmod(request.param)
+        yield folder
 
 
 def give_away(*paths: Path) -> None:
@@ -47,6 +52,19 @@ def test_a_folder_that_anybody_could_make_is_left_out(scratch: Path) -> None:
         "/opt/no/such",
         "/usr/lib",
     )
+
+
+def test_a_folder_into_which_anybody_may_put_modules_is_left_out(scratch: Path) -> None:
+    """A driver in /tmp: another user's /tmp/numpy.py was imported on the other nodes."""
+    (project := scratch / "project").mkdir()
+    folder = str(scratch)
+    assert safe_search_path([folder, str(project), "", "project"], folder) == (
+        str(project),
+        "project",
+    )
+    assert safe_search_path([folder, ""], folder, own=True) == (folder, "")
+    scratch.parent.chmod(0o700)
+    assert safe_search_path([folder]) == (folder,)  # nobody else can enter it
 
 
 @requires_root
@@ -110,6 +128,26 @@ def test_no_code_of_another_user_of_the_node_runs(scratch: Path, tmp_path: Path)
     # on the machine where the person has typed the command, the files are those that the person has
     # seen
     assert spec(project, script=str(train), driver=machine_id()).script == "train.py"
+
+
+def test_a_job_beside_which_anybody_may_put_modules_is_refused(
+    scratch: Path, tmp_path: Path
+) -> None:
+    (train := scratch / "train.py").touch()
+    (run := scratch / "run.sh").touch()
+    (tmp_path / "link.py").symlink_to(train)
+    refused = rf"^every user of .* may write to {scratch}, .*; set working_dir=\. to send"
+    for cwd, code in (
+        (tmp_path, {"script": str(train)}),
+        (tmp_path, {"script": "link.py"}),
+        (tmp_path, {"target": f"{train}:train"}),
+        (scratch, {"script": "-m train"}),
+    ):
+        with pytest.raises(ConfigError, match=refused):
+            spec(cwd, **code)
+    assert spec(scratch, target="package.module:train").sys_path[:1] != (str(scratch),)
+    assert spec(tmp_path, script=str(run)).script == str(run)  # it imports nothing
+    assert spec(scratch, script=str(train), driver=machine_id()).sys_path[0] == str(scratch)
 
 
 def test_a_file_that_anybody_could_put_there_is_not_waited_for(
