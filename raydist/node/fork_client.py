@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from raydist.messages.agent import ProcessEnd
+from raydist.messages.agent import ProcessEnd, ProcessId
 from raydist.messages.server import (
     Busy,
     CommandSpec,
@@ -28,9 +28,11 @@ from raydist.messages.server import (
     ProgramSpec,
     RankSpec,
     ServerMessage,
+    SignalProcess,
     Warm,
 )
 from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
+from raydist.node.processes import holds_something, signal_process
 
 Kind = TypeVar("Kind")
 PING_S = 2.0
@@ -110,6 +112,11 @@ class ForkClient:
         """Whether the server still runs."""
         return not self._listening.done()
 
+    @property
+    def busy(self) -> bool:
+        """Whether the server has announced that it reads no message for a while."""
+        return self._busy_since is not None
+
     def quiet(self, after: float = PING_S) -> float:
         """Return the seconds for which the server, stopped or waiting for a disk, has not answered.
 
@@ -124,6 +131,20 @@ class ForkClient:
             with contextlib.suppress(OSError):
                 self.send(Ping())
         return 0.0 if self._pinged is None else now - self._pinged
+
+    def signal(self, process: ProcessId, number: int, ended: asyncio.Future[ProcessEnd]) -> None:
+        """Send a signal to a process that the server forked for this agent, as SignalProcess.
+
+        `ended`: its end. A busy server would only send the signal, and notice the end, after
+        minutes of imports: the process gets it from here, and what SIGKILL has ended is known.
+        """
+        if not self.busy:
+            self.send(SignalProcess(process.pid, number))
+            return
+        signal_process(process, number)
+        if number == signal.SIGKILL:
+            noticing = asyncio.get_running_loop().create_task(notice_kill(process, ended))
+            ended.add_done_callback(lambda _: noticing.cancel())
 
     def end_server(self) -> None:
         """Kill a server that does not answer.
@@ -246,6 +267,14 @@ class ForkClient:
     def log_end(self) -> str:
         """Return the end of the server's log."""
         return log_end(self._folder)
+
+
+async def notice_kill(process: ProcessId, ended: asyncio.Future[ProcessEnd]) -> None:
+    """Set the end of a process that was killed, unless the server has reported it before."""
+    while holds_something(process):
+        await asyncio.sleep(0.02)
+    if not ended.done():
+        ended.set_result(ProcessEnd(0, signal.SIGKILL, time.time()))
 
 
 def log_end(folder: Path) -> str:

@@ -118,9 +118,29 @@ def main_thread_cpu(pid: int) -> float:
     return _read_state(Path(f"/proc/{pid}/task/{pid}/stat"))[1]
 
 
-def process_id(pid: int) -> ProcessId:
+def identify(pid: int) -> ProcessId:
     """Return the identity of the process that has this pid now."""
-    return ProcessId(pid, _start_and_threads(pid)[0])
+    fields = _stat_fields(Path(f"/proc/{pid}/stat"))
+    return ProcessId(pid, int(fields[19]) if fields else 0)
+
+
+def signal_process(process: ProcessId, number: int) -> None:
+    """Send a signal, as `kill` does, to a process that need not be a child.
+
+    A process that has been reaped gets none, and neither does a later one with its pid.
+    """
+    if process.since and process == identify(process.pid):
+        with contextlib.suppress(PermissionError):
+            kill(process.pid, number)
+
+
+def holds_something(process: ProcessId) -> bool:
+    """Return whether a process may have memory and devices: a zombie has them in other threads."""
+    fields = _stat_fields(Path(f"/proc/{process.pid}/stat"))
+    if not fields or process.since != int(fields[19]):
+        return False
+    state, threads = fields[0], int(fields[17])
+    return threads > 1 or state not in "ZX"
 
 
 async def end_all_of(processes: Iterable[ProcessId], within_s: float) -> ProcessId | None:
@@ -130,28 +150,13 @@ async def end_all_of(processes: Iterable[ProcessId], within_s: float) -> Process
     """
     until = time.monotonic() + within_s
     for each in processes:
-        if _holds_something(each):
-            with contextlib.suppress(PermissionError):
-                kill(each.pid, signal.SIGKILL)
+        signal_process(each, signal.SIGKILL)
     for each in processes:
-        while _holds_something(each):
+        while holds_something(each):
             if time.monotonic() > until:
                 return each
             await asyncio.sleep(0.01)
     return None
-
-
-def _holds_something(process: ProcessId) -> bool:
-    """Return whether a process may have memory and devices: a zombie has them in other threads."""
-    since, threads = _start_and_threads(process.pid)
-    over = process_state(process.pid)[0] in "ZX" and threads <= 1
-    return process.since == since > 0 and not over
-
-
-def _start_and_threads(pid: int) -> tuple[int, int]:
-    """Return when a process started, as in ProcessId, and its number of threads; (0, 0): none."""
-    fields = _stat_fields(Path(f"/proc/{pid}/stat"))
-    return (int(fields[19]), int(fields[17])) if fields else (0, 0)
 
 
 def _read_state(file: Path) -> tuple[str, float]:

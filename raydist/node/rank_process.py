@@ -28,15 +28,15 @@ from raydist.messages.agent import (
     StartRank,
 )
 from raydist.messages.rank import Activity, GoOn, HoldForAction, Holding, HoldRank
-from raydist.messages.server import RankSpec, SignalProcess, WriteCheckpoint
+from raydist.messages.server import RankSpec, WriteCheckpoint
 from raydist.node import gpu_faults, native_stack, oom
 from raydist.node.commands import Commands
 from raydist.node.fork_client import ForkClient
 from raydist.node.processes import (
     end_all_of,
+    identify,
     main_stack,
     main_thread_cpu,
-    process_id,
     process_state,
 )
 from raydist.node.rank_channel import RankChannel
@@ -73,7 +73,7 @@ may crash it."""
 class ForkedRank(NamedTuple):
     """A rank's process that has just been forked."""
 
-    pid: int
+    id: ProcessId
     ended: asyncio.Future[ProcessEnd]
     channel: socket.socket
     """The agent's end of the channel."""
@@ -98,7 +98,7 @@ async def fork_process(
         for descriptor in (log, beat):
             os.close(descriptor)
         rank_end.close()
-    return ForkedRank(pid, ended, agent_end, reports, spec)
+    return ForkedRank(identify(pid), ended, agent_end, reports, spec)
 
 
 class RankProcess:
@@ -116,8 +116,7 @@ class RankProcess:
         explain: Callable[[RankEnd], RankEnd],
     ) -> None:
         """`explain`: returns the end with what the agent knows about its cause."""
-        self.id = process_id(forked.pid)
-        self.reports = forked.reports
+        self._forked = forked
         self.channel = RankChannel(forked.channel, self._add_event)
         self.commands = Commands(server, forked.spec.env, forked.spec.cwd)
         self.end: RankEnd | None = None
@@ -133,8 +132,16 @@ class RankProcess:
         self.reports.xids.start(self.commands.env)
 
     @property
+    def id(self) -> ProcessId:
+        return self._forked.id
+
+    @property
     def pid(self) -> int:
-        return self.id.pid
+        return self._forked.id.pid
+
+    @property
+    def reports(self) -> RankReports:
+        return self._forked.reports
 
     @property
     def running(self) -> bool:
@@ -278,6 +285,9 @@ class RankProcess:
             self.kill()
             self._server.quiet(0.0)
             await self.wait_end(STOP_S)
+        if self.running and self._server.busy:  # it began to import before it read the signal
+            self.kill()
+            await self.wait_end(STOP_S)
         if self.running and self._server.quiet() >= STOP_S:
             self._server.end_server()
             await self.wait_end(1)
@@ -329,7 +339,7 @@ class RankProcess:
             await asyncio.sleep(0.01)
 
     def _send_signal(self, number: int) -> None:
-        self._server.send(SignalProcess(self.pid, number))
+        self._server.signal(self.id, number, self._forked.ended)
 
     def _add_event(self, event: EventJson) -> None:
         """Keep an event of the rank for the driver, or do what it requests."""

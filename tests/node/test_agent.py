@@ -41,7 +41,7 @@ from raydist.messages.agent import (
     WarmServer,
 )
 from raydist.messages.request import Request
-from raydist.messages.server import OpenStore, SignalProcess
+from raydist.messages.server import ImportModules, OpenStore, SignalProcess, Warm
 from raydist.network.facts import Facts
 from raydist.node import probe, processes, rank_spec
 from raydist.node.agent import RankAgent
@@ -53,7 +53,7 @@ from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
 from raydist.shared.kinds import EventJson
 from tests.leftovers import alive, ended
-from tests.node.test_fork_server import GATED
+from tests.node.test_fork_server import GATED, Line
 from tests.waiting import wait_until
 
 Result = TypeVar("Result")
@@ -642,7 +642,7 @@ def test_a_rank_starts_once_that_of_a_lost_agent_has_ended(
         threading.Timer(0.5, os.kill, (pid, number)).start()
 
     monkeypatch.setattr(processes, "kill", kill_late)
-    start_after(node, agent, processes.process_id(earlier.pid))
+    start_after(node, agent, processes.identify(earlier.pid))
     assert earlier.poll() == -signal.SIGKILL
 
 
@@ -652,7 +652,7 @@ def test_a_rank_of_a_lost_agent_that_cannot_be_killed_is_an_error(
     monkeypatch.setattr(processes, "kill", lambda pid, number: None)
     monkeypatch.setattr("raydist.node.rank_process.DYING_S", 0.2)
     with pytest.raises(LaunchError, match=rf"process {earlier.pid} .* did not end after SIGKILL"):
-        start_after(node, agent, processes.process_id(earlier.pid))
+        start_after(node, agent, processes.identify(earlier.pid))
 
 
 def test_another_process_with_the_pid_of_a_rank_is_left_alone(
@@ -790,3 +790,40 @@ def test_a_fork_server_that_is_stopped_is_told_of_and_ended_when_it_is_in_the_wa
             not finish,
         )
         assert not is_open  # it is replaced
+
+
+def test_a_rank_is_stopped_while_its_server_imports_for_another_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The signal waited for the end of the imports: the rank was declared stuck, and with it a
+    trial of a sweep ended."""
+    gate = tmp_path / "gate"
+    (tmp_path / "raydist_gated.py").write_text(GATED.format(str(gate)))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def run() -> tuple[RankEnd | None, bool, bool, RankEnd | None]:
+        agent = RankAgent()
+        await agent.handle(open_request(os.urandom(4).hex()))
+        try:
+            pid, _ = await agent.handle(program_request("sleep", "300"))
+            await follow(agent, until="joined")
+            other = await asyncio.to_thread(Line, agent.folder)
+            other.send(ImportModules(("raydist_gated",)))
+            while not agent._server.busy:
+                await asyncio.sleep(0.01)
+            await agent.handle(StopRank(0.0))
+            end, runs, is_open = (await follow(agent)).end, alive(pid), await agent.handle(IsOpen())
+            gate.touch()
+            await asyncio.to_thread(other.receive, Warm)
+            await agent.handle(program_request("true"))
+            return end, runs, is_open, (await follow(agent)).end
+        finally:
+            gate.touch()
+            await agent.close()
+
+    end, runs, is_open, second = asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    assert end is not None
+    assert (end.signal, end.stop_requested, end.lost) == (signal.SIGKILL, True, "")
+    assert (runs, is_open) == (False, True)
+    assert second is not None
+    assert (second.code, second.signal) == (0, 0)
