@@ -41,7 +41,7 @@ from raydist.messages.server import (
 )
 from raydist.messages.wire import PACKET, decode, encode, numbered, split_number
 from raydist.messages.writer import CommitShards, DropShards, ListShards, ReadRandomStates
-from raydist.node import kept_server
+from raydist.node import fork_launcher, kept_server
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer
 from raydist.node.warm_imports import ends_with, uses_gpu
@@ -700,6 +700,69 @@ def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
     line.socket.close()
     wait_until(lambda: checkpoint_files.newest_step(tmp_path) == 7, line.log, timeout=60)
     node.close()
+
+
+SLOW_WRITER = """
+import time
+from raydist.node import agent_server as server, snapshots
+server.WRITE_S, server.PROGRESS_S = 2.0, 0.1
+write = snapshots.write_checkpoint
+def write_slowly(*given):
+    with open({!r}, "wb", buffering=0) as file:
+        for _ in range(20):
+            time.sleep(0.2)
+            file.write(b"a block")
+    return write(*given)
+snapshots.write_checkpoint = write_slowly
+"""
+"""A module with which a state takes twice as long to write as a server waits without progress."""
+WAITING_WRITER = """
+from raydist.node import snapshots
+write = snapshots.write_checkpoint
+def write_late(*given):
+    open({!r}).read()
+    return write(*given)
+snapshots.write_checkpoint = write_late
+"""
+"""A module with which a state is written once something can be read from a FIFO."""
+
+
+def end_with_state_in_memory(folder: Path, writer: str) -> tuple[Node, bool]:
+    """End a server that has an unwritten state, in which this module is imported; what `end`
+    returned."""
+    (folder / "raydist_writer.py").write_text(writer)
+    modules = ("raydist_writer", "torch", "raydist.worker.backends.ddp", "cloudpickle")
+    node = Node(folder / "f", modules=modules)
+    save_in_a_rank(node.dial(), folder)
+    return node, node.server.end()
+
+
+def test_a_large_state_is_waited_for_while_its_writing_makes_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_launcher, "END_S", 2.0)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, ended_in_time = end_with_state_in_memory(
+        tmp_path, SLOW_WRITER.format(str(tmp_path / "blocks"))
+    )
+    assert ended_in_time
+    assert checkpoint_files.newest_step(tmp_path) == 7
+
+
+def test_a_state_whose_writing_makes_no_progress_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_launcher, "END_S", 1.0)
+    monkeypatch.syspath_prepend(tmp_path)
+    os.mkfifo(tmp_path / "later")
+    node, ended_in_time = end_with_state_in_memory(
+        tmp_path, WAITING_WRITER.format(str(tmp_path / "later"))
+    )
+    assert not ended_in_time
+    assert checkpoint_files.newest_step(tmp_path) == -1
+    wait_until(lambda: answered(tmp_path / "later"))  # the server goes on by itself
+    wait_until(lambda: not node.folder.exists(), "the end of the server", timeout=60)
+    assert checkpoint_files.newest_step(tmp_path) == 7
 
 
 def answered(fifo: Path) -> bool:
