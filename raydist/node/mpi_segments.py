@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 NAMES = re.compile(r"mpich_shm_\w+|sm_segment\..+|vader_segment\..+|psm2_shm\..+|Intel_MPI_\w+")
@@ -20,7 +21,7 @@ TICK_S = 0.01
 def remove_leftovers(
     since: float, folder: Path = Path("/dev/shm"), proc: Path = Path("/proc")
 ) -> None:
-    """Remove this user's segments that are younger than `since` and that no process maps."""
+    """Remove this user's segments that are younger than `since` and that no process uses."""
     if shares_memory_with_unseen_processes():
         return
     segments = []
@@ -33,9 +34,9 @@ def remove_leftovers(
                 and status.st_ctime >= since - TICK_S
             ):
                 segments.append(path)
-    mapped = mapped_files(folder, proc) if segments else set()
+    used = used_files(folder, proc) if segments else set()
     for path in segments:
-        if path.name not in mapped:
+        if path.name not in used:
             path.unlink(missing_ok=True)
 
 
@@ -51,11 +52,26 @@ def shares_memory_with_unseen_processes() -> bool:
     return initial["ipc"] and not initial["pid"]
 
 
-def mapped_files(folder: Path, proc: Path = Path("/proc")) -> set[str]:
-    """Return the files of `folder` that are mapped by processes whose maps this user may read."""
-    mapped: set[str] = set()
+def used_files(folder: Path, proc: Path = Path("/proc")) -> set[str]:
+    """Return the files of `folder` that processes which this user may examine have open or map.
+
+    A process opens a segment before it maps it, and closes it afterwards: its open files are read
+    first.
+    """
+    used: set[str] = set()
     pattern = re.compile(rf" {re.escape(str(folder))}/(\S+)$", re.MULTILINE)
-    for maps in proc.glob("[0-9]*/maps"):
+    for process in proc.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            mapped.update(pattern.findall(maps.read_text(errors="replace")))
-    return mapped
+            used.update(open_files(process, folder))
+        with contextlib.suppress(OSError):
+            used.update(pattern.findall((process / "maps").read_text(errors="replace")))
+    return used
+
+
+def open_files(process: Path, folder: Path) -> Iterator[str]:
+    """Yield the names of the files of `folder` that a process has open."""
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            path = Path(os.readlink(descriptor))
+            if path.parent == folder:
+                yield path.name

@@ -29,6 +29,17 @@ def test_only_unmapped_segments_are_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mpich_shm_used_0", "torch_123"]
 
 
+def test_one_that_is_about_to_be_mapped_stays(tmp_path: Path) -> None:
+    """A job beside, between its shm_open and its mmap, lost its memory."""
+    (tmp_path / "mpich_shm_1_0").write_bytes(b"x")
+    (tmp_path / "mpich_shm_2_0").write_bytes(b"x")
+    with (tmp_path / "mpich_shm_1_0").open("r+b"):
+        mpi_segments.remove_leftovers(time.time() - 1, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mpich_shm_1_0"]
+    mpi_segments.remove_leftovers(time.time() - 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_older_ones_stay(tmp_path: Path) -> None:
     (tmp_path / "mpich_shm_1_0").write_bytes(b"x")
     mpi_segments.remove_leftovers(time.time() + 10, tmp_path)
