@@ -512,8 +512,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         index = {slot.node_rank: number for number, slot in enumerate(self._leads)}
         node_of_rank = [index[slot.node_rank] for slot in self.plan.slots]
         logs = [reply.nccl for reply in replies]
+        strict = self._job.fabric.strict
         event, warnings = traffic.traffic_event(
-            self.plan.request.backend, nodes, node_of_rank, logs
+            self.plan.request.backend, nodes, node_of_rank, logs, strict
         )
         for text in warnings:
             self._events.warn(text)

@@ -15,6 +15,14 @@ NOTICED = 10e6
 """Bytes above which a port counts as used; Ray's own processes send less."""
 
 
+NCCLS = ("nccl", "horovod")
+"""The backends whose ranks use NCCL where there are GPUs, as fabric.strict requires."""
+UNCHECKED = (
+    "fabric.strict could not be checked: NCCL's log names no network, as when NCCL_DEBUG is not "
+    "INFO, or in a release that words it otherwise"
+)
+
+
 class _NicCounters(TypedDict):
     """The fields that every port has."""
 
@@ -75,11 +83,16 @@ class NodeTraffic:
 
 
 def traffic_event(
-    backend: str, nodes: Sequence[NodeTraffic], node_of: Sequence[int], logs: Sequence[Log]
+    backend: str,
+    nodes: Sequence[NodeTraffic],
+    node_of: Sequence[int],
+    logs: Sequence[Log],
+    strict: bool = False,
 ) -> tuple[kinds.Network, list[str]]:
     """Return the event `network`, and warnings about contradictions and errors.
 
     `node_of`: for each rank the index of its node in `nodes`. `logs`: NCCL's log of each rank.
+    `strict`: as fabric.strict.
     """
     networks = sorted({log.network for log in logs if log.network})
     rdma = any(nccl_log.is_rdma(name) for name in networks)
@@ -107,8 +120,9 @@ def traffic_event(
         text=text,
         nodes=[_node_bytes(node, names) for node, names in zip(nodes, carriers, strict=True)],
     )
-    warnings = [*counter_contradictions(nodes, hcas), *merged_nodes(len(nodes), len(node_of), logs)]
-    return event, [*warnings, *port_errors(nodes)]
+    warnings = [UNCHECKED] if strict and backend in NCCLS and not networks else []
+    warnings += counter_contradictions(nodes, hcas)
+    return event, [*warnings, *merged_nodes(len(nodes), len(node_of), logs), *port_errors(nodes)]
 
 
 def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:

@@ -67,6 +67,20 @@ def test_the_silent_fall_to_sockets_is_told_with_its_reason() -> None:
     assert event.text.startswith(expected)
 
 
+def test_a_required_network_that_no_log_names_is_told() -> None:
+    """A release that words its log otherwise switched fabric.strict off without a word."""
+    silent = [Log(why_not="NCCL found no active device")] * 2
+    for backend, logs, strict, told in (
+        ("nccl", silent, True, 1),
+        ("horovod", silent, True, 1),
+        ("nccl", silent, False, 0),
+        ("nccl", nccl("IB"), True, 0),
+        ("mpi", silent, True, 0),
+    ):
+        odd = traffic_event(backend, nodes(2, ib=GB), [0, 1], logs, strict)[1]
+        assert len([text for text in odd if "fabric.strict could not be checked" in text]) == told
+
+
 def test_a_log_that_the_counters_deny_is_told() -> None:
     (first, second) = traffic_event("nccl", nodes(2, eth0=GB, ib=0), [0, 1], nccl("IB"))[1]
     assert (
