@@ -49,6 +49,7 @@ from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
 from raydist.node.output_file import OutputFile
 from raydist.node.processes import recorded_error
+from raydist.recovery.hang_verdict import LAUNCH, RankState
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
 from raydist.shared.kinds import EventJson
@@ -379,6 +380,53 @@ def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(
 
     stack = node.run(run_and_examine())
     assert "in stuck" in stack
+
+
+async def stack_of(agent: RankAgent, function: str) -> RankState:
+    """Return what a rank does once its main thread is in a function."""
+    while True:
+        activity: RankActivity | None = await agent.handle(Examine())
+        assert activity is not None
+        state = RankState(0, "a", stack=activity.stack)
+        if any(frame["name"] == function for frame in state.frames):
+            return state
+
+
+def test_the_frames_of_raydist_itself_are_told_from_those_of_a_job(
+    node: Node, agent: RankAgent, tmp_path: Path
+) -> None:
+    """Rules about hangs name files and functions of raydist, which may be renamed."""
+
+    def wait_in_the_job() -> None:
+        time.sleep(300)
+
+    def return_from_the_job() -> None:
+        from raydist.worker import context
+
+        def wait_for_the_others() -> None:
+            time.sleep(300)
+
+        context.current().leaving.append(wait_for_the_others)
+
+    async def examine() -> list[RankState]:
+        await start(agent, wait_in_the_job)
+        states = [await stack_of(agent, "wait_in_the_job")]
+        await start(agent, return_from_the_job)
+        states.append(await stack_of(agent, "wait_for_the_others"))
+        await agent.handle(program_request(str(script)))
+        states.append(await stack_of(agent, "wait_in_the_program"))
+        return states
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time\ndef wait_in_the_program(): time.sleep(300)\nwait_in_the_program()\n"
+    )
+    states = node.run(examine())
+    assert [state.left for state in states] == [False, True, False]
+    for state in (states[0], states[2]):
+        own = [LAUNCH.search(frame["file"]) is None for frame in state.frames]
+        assert own == sorted(own, reverse=True)  # the job's frames, then those that lead to it
+        assert own.count(True) <= 2 < own.count(False)
 
 
 def test_a_rank_that_has_ended_is_not_examined(node: Node, agent: RankAgent) -> None:
