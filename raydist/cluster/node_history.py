@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, room
+from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, plain_name, room
 from raydist.cluster.placement import Plan
 from raydist.settings.config import Job
 from raydist.shared import env_names, home, kinds
@@ -156,7 +156,10 @@ def repeat_offenders(
     offenders: dict[str, list[NodeIncident]] = {}
     recent = [each for each in noted if each.cluster == cluster and now - each.at < COUNT_S]
     for node in nodes:
-        of_node = [each for each in recent if (each.host, each.ip) == (node.host, node.ip)]
+        name = plain_name(node.host, node.ip)
+        of_node = [
+            each for each in recent if each.ip == node.ip and plain_name(each.host, each.ip) == name
+        ]
         if len({each.run for each in of_node}) >= REPEATED:
             offenders[node.id] = of_node
     return dict(sorted(offenders.items(), key=lambda item: -len({each.run for each in item[1]})))

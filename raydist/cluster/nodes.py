@@ -88,6 +88,11 @@ def _unique_name(host: str, ip: str, named: Mapping[str, int]) -> str:
     return f"{host} ({ip})" if named[host] > 1 else host
 
 
+def plain_name(host: str, ip: str) -> str:
+    """Return a machine's own host name, whether or not there were others of that name."""
+    return host.removesuffix(f" ({ip})")
+
+
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:
     # node:10.0.0.1 and node:__internal_head__ only pin work to one node.
     return {

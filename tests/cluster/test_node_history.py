@@ -23,7 +23,7 @@ from raydist.cluster.node_history import (
     read_incidents,
     repeat_offenders,
 )
-from raydist.cluster.nodes import Node, ResourceRequest
+from raydist.cluster.nodes import Node, ResourceRequest, nodes_from_ray
 from raydist.cluster.placement import assign_ranks
 from raydist.shared.outcome import End, EndKind, Slow
 from tests.ranks import SERVER, start_server
@@ -91,6 +91,27 @@ def test_once_is_no_reason_and_neither_is_another_cluster_or_long_ago() -> None:
         assert not repeat_offenders(noted, "c:1", nodes, NOW)
     noted = [offence(2, run) for run in "ab"] + [offence(1, run, "slow") for run in "abc"]
     assert list(repeat_offenders(noted, "c:1", nodes, NOW)) == [node(1).id, node(2).id]
+
+
+def test_a_node_is_known_again_whether_or_not_it_has_a_namesake() -> None:
+    """Machines of one name are named with their addresses, as long as there is more than one."""
+
+    def only(host: str, *ips: str) -> list[Node]:
+        plain = [
+            {"NodeID": ip, "NodeManagerAddress": ip, "NodeManagerHostname": host, "Alive": True, "Resources": {}}
+            for ip in ips
+        ]  # fmt: skip
+        return nodes_from_ray(plain, {})
+
+    both, one = only("ubuntu", "10.0.0.1", "10.0.0.2"), only("ubuntu", "10.0.0.1")
+    noted = [
+        NodeIncident("c:1", nodes[0].host, nodes[0].ip, "lost", run, NOW)
+        for nodes, run in ((both, "a"), (one, "b"))
+    ]
+    assert len({each.host for each in noted}) == 2
+    assert list(repeat_offenders(noted, "c:1", both, NOW)) == ["10.0.0.1"]
+    assert list(repeat_offenders(noted, "c:1", one, NOW)) == ["10.0.0.1"]
+    assert not repeat_offenders(noted, "c:1", only("debian", "10.0.0.1"), NOW)
 
 
 @pytest.mark.parametrize(
