@@ -19,6 +19,7 @@ from pathlib import Path
 
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.home import user_cache
 from raydist.tools import horovod_build
 from raydist.tools.command_line import run_tool
 from raydist.tools.horovod_build import Recipe
@@ -247,8 +248,16 @@ def installed() -> str:
 
 
 def cache() -> Path:
-    """Return the folder for wheels: RAYDIST_CACHE, or ~/.cache/raydist."""
-    return Path(os.environ.get(env_names.CACHE) or Path.home() / ".cache" / "raydist")
+    """Return the folder for wheels: RAYDIST_CACHE, or raydist in the user's cache.
+
+    ConfigError: neither is known.
+    """
+    if named := os.environ.get(env_names.CACHE):
+        return Path(named)
+    if (of_user := user_cache()) is None:
+        cause = "this user has no home folder to keep wheels in"
+        raise ConfigError.of(env_names.CACHE, "", cause, f"{env_names.CACHE}=/FULL/PATH")
+    return of_user / "raydist"
 
 
 def jobs() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -391,3 +392,16 @@ def test_progress_outside_a_terminal_is_a_line_now_and_then(
     for number in range(100):
         tell(f"file {number}")
     assert capsys.readouterr().err == "Horovod: file 0\n"
+
+
+def test_without_a_home_the_folder_for_wheels_must_be_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ended with a traceback, as in a container with `--user`."""
+    for name in ("HOME", "XDG_CACHE_HOME", "RAYDIST_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)  # in no password database
+    with pytest.raises(ConfigError, match="set RAYDIST_CACHE=/FULL/PATH"):
+        horovod.cache()
+    monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path))
+    assert horovod.cache() == tmp_path
