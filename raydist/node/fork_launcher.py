@@ -18,7 +18,7 @@ from raydist.cluster import ray_private
 from raydist.network.names import MALLOC
 from raydist.node.left_folders import remove_left_folders
 from raydist.shared.errors import LaunchError
-from raydist.shared.own_path import of_others, others_may_add
+from raydist.shared.own_path import boot_id, of_others, others_may_add
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
 """The modules that each rank of a job needs."""
@@ -202,16 +202,6 @@ def safe_search_path(entries: Sequence[str], cwd: str = "", own: bool = False) -
     if own:
         return tuple(each for each in entries if not each or of_others(folders[each]) is None)
     return tuple(each for each in entries if not others_may_add(folders[each]))
-
-
-def boot_id() -> str:
-    """Return an id of this machine from its boot to its shutdown.
-
-    It is the host's name if the kernel has no boot id.
-    """
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def heritage() -> tuple[str, ...]:

@@ -32,10 +32,10 @@ from raydist.messages.server import (
     ServerMessage,
 )
 from raydist.messages.wire import PACKET, Message, decode, encode
-from raydist.node.fork_launcher import ForkServer, boot_id, heritage, node_folder, own_search_path
+from raydist.node.fork_launcher import ForkServer, heritage, node_folder, own_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
-from raydist.shared.own_path import own_folder
+from raydist.shared.own_path import boot_id, own_folder
 from raydist.shared.version import __version__
 
 CLAIM_S = 1.0

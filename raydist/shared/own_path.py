@@ -70,12 +70,21 @@ def _open_to_all(folder: Path) -> bool:
         return False
 
 
+def boot_id() -> str:
+    """Return an id of this machine from its boot to its shutdown.
+
+    It is the host's name if the kernel has no boot id.
+    """
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
 def machine_id() -> str:
     """Return an id that is equal in two processes that see the same files.
 
     It consists of the machine's boot id and the mount namespace.
     """
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/mnt')}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/mnt')}"
     return socket.gethostname()

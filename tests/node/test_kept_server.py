@@ -19,10 +19,11 @@ import pytest
 from raydist.messages.agent import Open, WarmServer
 from raydist.messages.server import BeginRun, Busy, Claim, ImportModules, Pong, Warm
 from raydist.messages.wire import PACKET, decode, encode
-from raydist.node import kept_server
+from raydist.node import kept_server, left_folders
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.own_path import boot_id
 from tests.leftovers import ended
 from tests.node import test_fork_server
 from tests.waiting import wait_until
@@ -403,6 +404,42 @@ def test_folders_of_servers_that_died_with_their_agents_are_removed(place: Path)
         True,
     ]
     living.end()
+
+
+@pytest.mark.parametrize(
+    ("kind", "boot", "stays"),
+    [
+        ("lustre", "of another machine", True),
+        ("nfs4", None, True),  # of an older release
+        ("lustre", boot_id(), False),
+        ("ext4", "of an earlier boot", False),
+    ],
+)
+def test_the_folder_of_a_server_that_may_be_on_another_machine_stays(
+    place: Path, monkeypatch: pytest.MonkeyPatch, kind: str, boot: str | None, stays: bool
+) -> None:
+    """With locks that are each machine's own, that of the server there is not seen here."""
+    monkeypatch.setattr(left_folders, "file_system", lambda path: kind)
+    server = obtain()
+    there = known(server)
+    os.kill(there.pid, signal.SIGKILL)
+    assert ended(there.pid)
+    assert (server.folder / "boot").read_text() == boot_id()
+    if boot is None:
+        (server.folder / "boot").unlink()
+    else:
+        (server.folder / "boot").write_text(boot)
+    os.utime(server.folder, (time.time() - 7200,) * 2)
+    left_folders.remove_left_folders()
+    assert server.folder.exists() is stays
+
+
+def test_the_file_system_of_a_path_is_that_of_its_mount() -> None:
+    assert [left_folders.file_system(Path(path)) for path in ("/proc/self", "/sys/kernel")] == [
+        "proc",
+        "sysfs",
+    ]
+    assert left_folders.file_system(Path("/")) != ""
 
 
 def test_a_server_whose_python_does_not_start_says_why(place: Path) -> None:
