@@ -76,7 +76,7 @@ function runsList({ here, link, isPicked, pick, isFull }) {
       ...metrics.map((name) => optional(name, { kind: "n", value: (row) => row.values[name], cell: (row) => four(row.values[name]) })),
       ...settings.map((name) => optional(name, {
         value: (row) => row.settings[name], cell: (row) => h("span", { className: "setting" }, row.settings[name] ?? "") })),
-      { name: "result", value: (row) => row.text, cell: (row) => h("span", { className: "why" }, row.text), shown: true },
+      { name: "result", value: (row) => row.text, cell: (row) => h("span", { className: "why result" }, row.text), shown: true },
     ];
   }
   function head({ name, kind }) {
