@@ -113,8 +113,8 @@ def bytes_per_token(tokens: Tensor, pairs: data.BytePairs | None) -> float:
 def write(
     model: nn.Module, begin: list[int], count: int, context: int, known: int, device: torch.device
 ) -> list[int]:
-    """Tokens and so many more, each drawn with the probability that the model gives it; they are
-    less than `known`."""
+    """Continue `begin` by `count` tokens, each sampled from the model's distribution over the first
+    `known` tokens."""
     drawn = torch.Generator().manual_seed(0)
     text = torch.tensor([begin], device=device)
     for _ in range(count):
