@@ -7,6 +7,7 @@ import ast
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import urllib.request
@@ -28,6 +29,7 @@ from packaging.utils import (
 )
 
 from tests.conftest import ROOT
+from tests.deploy.test_node_setup import release
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -297,3 +299,58 @@ def test_a_pin_that_a_python_cannot_install_is_found(index: dict[str, Any]) -> N
 def test_the_promised_pythons_are_those_that_are_looked_at() -> None:
     lowest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert lowest == f">={EVERY_PYTHON[0]}"
+
+
+UV = Path(sys.executable).with_name("uv")
+requires_uv = pytest.mark.skipif(not UV.exists(), reason="no uv: pip install uv")
+
+
+def resolve(
+    project: Path, python: str, cache: Path, *index: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Choose a version of each package that a pyproject.toml with all its extras needs on a Python,
+    and of what those need.
+
+    Only metadata is fetched, into `cache`. `index`: the options of uv that say where from.
+    """
+    paths = ssl.get_default_verify_paths()
+    certificates = os.environ.get("PIP_CERT") or paths.cafile or ""
+    env = {**os.environ, "UV_PYTHON_DOWNLOADS": "never", "UV_CACHE_DIR": str(cache)}
+    env["TMPDIR"] = str(cache)  # uv leaves the locks of its builds there
+    env |= {"SSL_CERT_FILE": certificates} if certificates else {}
+    command = [UV, "pip", "compile", "--no-config", "--all-extras", "--python-version", python]
+    command += ["--python-platform", "x86_64-manylinux_2_28", *index, project]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("uv")
+
+
+@requires_uv
+@pytest.mark.slow
+@pytest.mark.usefixtures("index")
+@pytest.mark.parametrize("python", EVERY_PYTHON)
+def test_what_pyproject_asks_for_fits_together_on_every_python(python: str, cache: Path) -> None:
+    """With what the packages ask for themselves."""
+    done = resolve(ROOT / "pyproject.toml", python, cache, "--default-index", INDEX)
+    assert done.returncode == 0, done.stderr
+    assert "torch==" in done.stdout
+
+
+@requires_uv
+def test_pins_that_do_not_fit_together_are_found(tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    release(index, "outer", "1.0", "inner")
+    release(index, "inner", "1.0", python=">=3.11")
+    release(index, "other", "1.0", "inner<1")
+
+    def resolved(python: str, *wanted: str) -> int:
+        project = tmp_path / "pyproject.toml"
+        project.write_text(f'[project]\nname = "a"\nversion = "1"\ndependencies = {[*wanted]}\n')
+        return resolve(project, python, tmp_path, "--no-index", "--find-links", index).returncode
+
+    assert resolved("3.10", "outer==1.0") == 1  # its own requirement needs Python 3.11
+    assert resolved("3.11", "outer==1.0") == 0
+    assert resolved("3.11", "outer==1.0", "other==1.0") == 1

@@ -37,11 +37,12 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 """
 
 
-def release(folder: Path, name: str, version: str, *needs: str) -> None:
+def release(folder: Path, name: str, version: str, *needs: str, python: str = ">=3.8") -> None:
     """Put a wheel with nothing in it into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
-    about = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {each}" for each in needs)]
+    about = [f"Name: {name}", f"Version: {version}", f"Requires-Python: {python}"]
+    about += [f"Requires-Dist: {each}" for each in needs]
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *about, ""]))
         wheel.writestr(
