@@ -291,39 +291,6 @@ class GetStatus(Request["RankStatus | None"]):
 
 
 @dataclass(frozen=True)
-class RunCommand(Request[int]):
-    """Run a command in the rank's environment, folder and cgroup; reply with its pid."""
-
-    argv: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CommandOutput:
-    """What a command has printed since the last reply."""
-
-    out: bytes
-    err: bytes
-    end: ProcessEnd | None
-    """How it ended; no further output follows."""
-
-
-@dataclass(frozen=True)
-class ReadCommand(Request[CommandOutput]):
-    """Reply with the new output of a command at once, or with none after `patience` seconds."""
-
-    pid: int
-    patience: float
-
-
-@dataclass(frozen=True)
-class SignalCommand(Request[None]):
-    """Send a signal to a command."""
-
-    pid: int
-    number: int
-
-
-@dataclass(frozen=True)
 class DebuggerNews:
     """What the debugger of a rank has shown since the last reply."""
 

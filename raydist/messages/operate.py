@@ -59,10 +59,21 @@ class GetStacks(OperateMessage):
 
 @dataclass(frozen=True)
 class Execute(OperateMessage):
-    """Run a command beside each of these ranks; reply with Printed … and CommandEnded of each."""
+    """Run a command beside each of these ranks; reply with Printed … and CommandEnded of each.
+
+    With input, for one rank, also with InputTaken …
+    """
 
     ranks: Sequence[int]
     argv: Sequence[str]
+    """Empty: a shell."""
+    reads: bool = False
+    """Whether it gets what TypedInput has; otherwise its input is empty."""
+    term: str = ""
+    """The TERM of a terminal for it; empty: none."""
+    rows: int = 0
+    columns: int = 0
+    """The size of the terminal."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,32 @@ class SendSignal(OperateMessage):
     """Send a signal to the commands; from the command to the driver."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class TypedInput(OperateMessage):
+    """Input for a command; from the command to the driver."""
+
+    text: str
+    """As Printed.text."""
+    last: bool = False
+    """Whether the input ends here."""
+
+
+@dataclass(frozen=True)
+class InputTaken(OperateMessage):
+    """The command has room for input again."""
+
+    size: int
+    """How many bytes it has taken."""
+
+
+@dataclass(frozen=True)
+class TerminalSize(OperateMessage):
+    """The person's terminal has another size; from the command to the driver."""
+
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)

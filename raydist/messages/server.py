@@ -50,11 +50,15 @@ class ProgramSpec(ServerMessage):
 
 @dataclass(frozen=True)
 class CommandSpec(ServerMessage):
-    """A command of a person beside a rank; descriptors: its output, its errors."""
+    """A command of a person beside a rank.
+
+    Descriptors: its output, its errors, and its input if it has one; or its terminal alone.
+    """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     cwd: str
+    terminal: bool = False
 
 
 @dataclass(frozen=True)

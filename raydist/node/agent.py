@@ -37,15 +37,13 @@ from raydist.messages.agent import (
     ProcessId,
     RankEnd,
     RankValue,
-    ReadCommand,
     ReadDebugger,
-    RunCommand,
-    SignalCommand,
     StartRank,
     StopRank,
     WaitForWriter,
 )
 from raydist.messages.checkup import CheckupRequest
+from raydist.messages.command import CommandRequest
 from raydist.messages.rank import (
     AttachDebugger,
     DetachDebugger,
@@ -164,12 +162,8 @@ class RankAgent:
                 return self._running().channel.tell(request)
             case ReadDebugger(patience):
                 return await self._running().channel.debugger.read(patience)
-            case RunCommand(argv):
-                return await self._started().commands.start(argv)
-            case ReadCommand(pid, patience):
-                return await self._started().commands.read(pid, patience)
-            case SignalCommand(pid, number):
-                return self._started().commands.signal(pid, number)
+            case CommandRequest():
+                return await self._started().commands.handle(request)
             case GetValue():
                 return self.value()
             case IsOpen():

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import shutil
 import signal
 from collections.abc import Mapping
+from typing import Any
 
-from raydist.messages.agent import CommandOutput, ProcessEnd
+from raydist.messages.agent import ProcessEnd
+from raydist.messages.command import (
+    CommandOutput,
+    CommandRequest,
+    LeaveCommand,
+    ReadCommand,
+    ResizeCommand,
+    RunCommand,
+    SignalCommand,
+    WriteCommand,
+)
 from raydist.messages.server import CommandSpec, SignalProcess
+from raydist.node.command_streams import (
+    CommandInput,
+    CommandStreams,
+    KeptOutput,
+    open_streams,
+    resize,
+)
 from raydist.node.fork_client import ForkClient
 from raydist.shared.errors import LaunchError
 
-KEPT = 1 << 20
-"""Bytes of each stream that are kept until the driver takes them; then the command has to wait."""
 LAST_S = 0.5
 """Seconds after the end of a command in which its output is read: a process that it has left in the
 background may hold its streams open."""
+HANG_UP_S = 2.0
+"""Seconds that a command has after its terminal has gone, until it is killed."""
 
 
 class Commands:
@@ -29,38 +47,61 @@ class Commands:
         self._running: dict[int, BesideRank] = {}
         """By pid: those whose end was not reported."""
 
-    async def start(self, argv: tuple[str, ...]) -> int:
+    async def handle(self, request: CommandRequest[Any]) -> Any:
+        """Answer a request. LaunchError: the command to be read has ended with the rank."""
+        match request:
+            case RunCommand():
+                return await self._start(request)
+            case ReadCommand(pid, patience):
+                return await self._read(pid, patience)
+            case WriteCommand(pid, data, last):
+                if (command := self._running.get(pid)) is not None:
+                    await command.write(data, last)
+            case ResizeCommand(pid, rows, columns):
+                if (command := self._running.get(pid)) is not None:
+                    command.resize(rows, columns)
+            case SignalCommand(pid, number):
+                if pid in self._running:
+                    self._server.send(SignalProcess(pid, number))
+            case LeaveCommand(pid):
+                await self._leave(pid)
+        return None
+
+    async def _start(self, request: RunCommand) -> int:
         """Start a command, and return its pid. Raises OSError if the server can't fork."""
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        terminal = bool(request.term)
+        env = {**self.env, "TERM": request.term} if terminal else self.env
+        argv = request.argv or (choose_shell(env),)
+        streams = open_streams(request)
         try:
-            spec = CommandSpec(argv, self.env, self._cwd)
-            pid, ended = await self._server.fork(spec, [out_end, err_end])
+            spec = CommandSpec(argv, env, self._cwd, terminal)
+            pid, ended = await self._server.fork(spec, streams.its)
         except BaseException:
-            os.close(out)
-            os.close(err)
+            streams.close_ours()
             raise
         finally:
-            os.close(out_end)
-            os.close(err_end)
-        self._running[pid] = BesideRank(out, err, ended)
+            streams.close_its()
+        self._running[pid] = BesideRank(streams, ended, terminal)
         return pid
 
-    async def read(self, pid: int, patience: float) -> CommandOutput:
-        """Return the new output of a command, and its end after the last of it.
-
-        Waits at most `patience` seconds. Raises LaunchError if there is no such command.
-        """
+    async def _read(self, pid: int, patience: float) -> CommandOutput:
+        """Return the new output of a command, and its end after the last of it."""
         if pid not in self._running:
             raise LaunchError("the rank has been started again: the command has ended")
         output = await self._running[pid].read(patience)
         if output.end is not None:
-            del self._running[pid]
+            self._running.pop(pid, None)
         return output
 
-    def signal(self, pid: int, number: int) -> None:
-        """Send a signal to a command; SIGKILL also to the processes of its group."""
-        if pid in self._running:
-            self._server.send(SignalProcess(pid, number))
+    async def _leave(self, pid: int) -> None:
+        """End a command: the person has gone."""
+        if (command := self._running.get(pid)) is None:
+            return
+        command.release()  # without its terminal it gets SIGHUP from the kernel
+        if not await command.ends_by_itself():
+            with contextlib.suppress(OSError):  # the server has ended, and all with it
+                self._server.send(SignalProcess(pid, signal.SIGKILL))
+        self._running.pop(pid, None)
 
     def end(self) -> None:
         """Kill all: the rank is about to be started again."""
@@ -72,35 +113,17 @@ class Commands:
 
 
 class BesideRank:
-    """One command: what it has printed, and its end."""
+    """One command: what it has printed, what it reads, and its end."""
 
-    def __init__(self, out: int, err: int, ended: asyncio.Future[ProcessEnd]) -> None:
-        """`out`, `err`: the descriptors from which its output is read; they are closed."""
-        self._printed = (bytearray(), bytearray())
-        self._news, self._room = asyncio.Event(), asyncio.Event()
-        self._ended = ended
-        self._pumps = {
-            asyncio.create_task(self._pump(fd, kept))
-            for fd, kept in zip((out, err), self._printed, strict=True)
-        }
+    def __init__(
+        self, streams: CommandStreams, ended: asyncio.Future[ProcessEnd], terminal: bool
+    ) -> None:
+        """`streams`: this side's descriptors are closed."""
+        self._news = asyncio.Event()
+        self._ended, self._terminal = ended, terminal
+        self._input = CommandInput(streams.input) if streams.input >= 0 else None
+        self._printed = [KeptOutput(fd, self._news) for fd in streams.outputs]
         ended.add_done_callback(lambda _: self._news.set())
-
-    async def _pump(self, fd: int, kept: bytearray) -> None:
-        reader = asyncio.StreamReader(KEPT)
-        loop = asyncio.get_running_loop()
-        pipe = os.fdopen(fd, "rb", buffering=0)
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), pipe
-        )
-        try:
-            while data := await reader.read(KEPT):
-                kept += data
-                self._news.set()
-                while len(kept) > KEPT:
-                    self._room.clear()
-                    await self._room.wait()
-        finally:
-            transport.close()
 
     async def read(self, patience: float) -> CommandOutput:
         """Return the new output, and the end after the last of it."""
@@ -109,20 +132,46 @@ class BesideRank:
         self._news.clear()
         end = self._ended.result() if self._ended.done() else None
         if end is not None:
-            self._room.set()
-            await asyncio.wait(self._pumps, timeout=LAST_S)
-            if any(len(kept) > KEPT for kept in self._printed):
+            with contextlib.suppress(asyncio.TimeoutError):
+                rest = asyncio.gather(*(kept.settled.wait() for kept in self._printed))
+                await asyncio.wait_for(rest, LAST_S)
+            if any(kept.full for kept in self._printed):
                 end = None  # more may be in the pipe
                 self._news.set()
-        out, err = (bytes(kept) for kept in self._printed)
-        for kept in self._printed:
-            kept.clear()
-        self._room.set()
+        out, *err = (kept.take() for kept in self._printed)
         if end is not None:
             self.release()
-        return CommandOutput(out, err, end)
+        return CommandOutput(out, b"".join(err), end)
+
+    async def write(self, data: bytes, last: bool) -> None:
+        """Give the command input; return once it has room for it, or reads no more."""
+        if self._input is not None:
+            await self._input.write(data)
+            if last and not self._terminal:
+                self._input.close()
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the size of its terminal; the kernel sends SIGWINCH."""
+        if self._terminal and self._input is not None:
+            self._input.with_descriptor(lambda fd: resize(fd, rows, columns))
+
+    async def ends_by_itself(self) -> bool:
+        """Report whether it ends because its terminal has gone. One without a terminal does not."""
+        if self._terminal:
+            await asyncio.wait({self._ended}, timeout=HANG_UP_S)
+        return self._ended.done()
 
     def release(self) -> None:
-        """Stop to read."""
-        for pump in self._pumps:
-            pump.cancel()
+        """Stop to read and to write; its terminal is gone."""
+        for kept in self._printed:
+            kept.close()
+        if self._input is not None:
+            self._input.close()
+
+
+def choose_shell(env: Mapping[str, str]) -> str:
+    """Return the person's shell, or another one that this node has."""
+    for shell in (env.get("SHELL", ""), "bash"):
+        if shell and shutil.which(shell, path=env.get("PATH")):
+            return shell
+    return "/bin/sh"

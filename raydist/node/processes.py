@@ -54,7 +54,8 @@ def end_session(session: int) -> None:
     for pid in children_of(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(pid) == session:
-                os.kill(pid, signal.SIGKILL)
+                # Its group is of the same session: the job of a shell has its own children in it.
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
 def end_children(within: float) -> bool:

@@ -25,6 +25,8 @@ Each takes the same overrides as `python -m raydist.train`.
                           Ray cluster
     note.py               The command `raydist note`: give a run a note and tags, which the list of
                           runs shows
+    own_terminal.py       This terminal as that of a command elsewhere: what is typed, its size, raw
+                          mode
     plan.py               The command `raydist plan`: print where ranks would run and with which
                           variables
     profile.py            The command `raydist profile`: the same steps of all ranks, in one file

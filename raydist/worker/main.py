@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import json
 import os
 import signal
 import socket
 import sys
+import termios
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,20 +144,24 @@ def redirect(log_fd: int) -> None:
         os.dup2(source, target_fd)
 
 
-def run_program(
-    spec: ProgramSpec | CommandSpec, log_fd: int, error_fd: int | None = None
-) -> NoReturn:
-    """Run a program in a new child, with its own process group, log and environment.
+def run_program(spec: ProgramSpec | CommandSpec, log_fd: int, *others: int) -> NoReturn:
+    """Run a program in a new child, with its own session, log and environment.
 
-    `error_fd`: where its errors go, if not to the log.
+    `others`: where its errors go, if not to the log, and where it reads from, if it does. `log_fd`
+    of a command with a terminal is that terminal.
     """
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         redirect(log_fd)
-        if error_fd is not None:
-            os.dup2(error_fd, 2)
+        if isinstance(spec, CommandSpec) and spec.terminal:
+            take_terminal(log_fd)
+            others = (log_fd, log_fd)
+        for other, stream in zip(others, (2, 0), strict=False):
+            os.dup2(other, stream)
+        for fd in (log_fd, *others):  # a copy would keep the end of its input from it
+            os.set_inheritable(fd, fd <= 2)
         os.chdir(spec.cwd)
         program.restore_signals()
         os.execvpe(spec.argv[0], spec.argv, spec.env)
@@ -163,6 +169,23 @@ def run_program(
         os.write(2, f"{spec.argv[0]}: {error}\n".encode())
     finally:
         os._exit(127)
+
+
+def take_terminal(fd: int) -> None:
+    """Make a terminal that of this process's session, whose leader it is.
+
+    The signals by which terminals act may be ignored here: a run under nohup ignores SIGHUP.
+    """
+    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+    for number in (
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+        signal.SIGWINCH,
+    ):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run_in_rank(spec: RankSpec, channel: Channel) -> int:

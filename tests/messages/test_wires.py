@@ -8,8 +8,9 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from raydist.messages import agent, checkup, mpirun, rank, request, server, writer
+from raydist.messages import agent, checkup, command, mpirun, rank, request, server, writer
 from raydist.messages.checkup import CheckupRequest
+from raydist.messages.command import CommandRequest
 from raydist.messages.rank import Activity, Collective, Holding, ReleaseRank, StopAfter
 from raydist.messages.request import Request
 from raydist.messages.server import (
@@ -37,11 +38,12 @@ from raydist.network.nccl_log import Log
 from raydist.network.traffic import Ports
 from raydist.node.agent import RankAgent
 from raydist.node.checkup import Checkup
+from raydist.node.commands import Commands
 from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.kinds import Event
 from tests.records import event
 
-WIRES = (agent, checkup, mpirun, rank, request, server, writer)
+WIRES = (agent, checkup, command, mpirun, rank, request, server, writer)
 SPEC = RankSpec(
     1, {"RANK": "1"}, "{}", ("a.py", "--x"), "a.py", "/", ("/lib",), "/tmp/value", None, (0, 1)
 )
@@ -114,9 +116,8 @@ def requests() -> list[type[Any]]:
 
 @pytest.mark.parametrize("kind", requests(), ids=lambda kind: kind.__name__)
 def test_a_request_names_the_type_of_its_reply(kind: type[Any]) -> None:
-    base = next(
-        base for base in kind.__orig_bases__ if typing.get_origin(base) in (Request, CheckupRequest)
-    )
+    bases = (Request, CheckupRequest, CommandRequest)
+    base = next(base for base in kind.__orig_bases__ if typing.get_origin(base) in bases)
     (reply,) = get_args(base)
     assert reply is not Any
     names = {name: value for wire in WIRES for name, value in vars(wire).items()}
@@ -128,9 +129,9 @@ def test_a_request_names_the_type_of_its_reply(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", requests(), ids=lambda kind: kind.__name__)
 def test_an_agent_answers_each_request(kind: type[Any]) -> None:
-    handlers = (
-        [Checkup.handle]
-        if issubclass(kind, CheckupRequest)
-        else [RankAgent.handle, MpiRankAgent.handle]
-    )
+    handlers: list[Any] = [RankAgent.handle, MpiRankAgent.handle]
+    if issubclass(kind, CheckupRequest):
+        handlers = [Checkup.handle]
+    if issubclass(kind, CommandRequest):
+        handlers = [Commands.handle]
     assert any(kind.__name__ in handler.__code__.co_names for handler in handlers)

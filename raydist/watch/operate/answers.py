@@ -78,8 +78,9 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
             connection.send(RankTable(rank_rows(run)))
         case GetStacks(ranks, native):
             connection.send(answer_stacks(run, ranks, native))
-        case Execute(ranks, argv):
-            run_for_ranks(run.group, run.events, chosen_ranks(run, ranks), argv, connection)
+        case Execute(ranks):
+            chosen = chosen_ranks(run, ranks)
+            run_for_ranks(run.group, run.events, chosen, request, connection)
         case Debug(rank):
             chosen_ranks(run, [rank])
             debug(run.group, run.events, rank, connection)

@@ -89,6 +89,14 @@ class CommandLink(AbstractContextManager["CommandLink"]):
         line = self.receive_line(within_s)
         return None if line is None else decode(line)
 
+    def wait(self, other: socket.socket) -> None:
+        """Wait until there may be a message, or something can be read from another socket."""
+        if b"\n" not in self._rest:
+            poll = select.poll()
+            poll.register(self.sock, select.POLLIN)
+            poll.register(other, select.POLLIN)
+            poll.poll()
+
     def receive_line(self, within_s: float | None = None) -> bytes | None:
         """Return the line of the next message, as `receive`."""
         while b"\n" not in self._rest:

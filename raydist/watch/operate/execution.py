@@ -1,17 +1,38 @@
-"""Runs a command beside ranks, and passes its output, signals and end on. (driver)"""
+"""Runs a command beside ranks, and passes its input, output, signals and end on. (driver)"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import socket
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from typing import Any
 
 from raydist.launch.limits import ANSWER_S
 from raydist.launch.worker_group import WorkerGroup
-from raydist.messages.agent import CommandOutput, ReadCommand, RunCommand, SignalCommand
-from raydist.messages.operate import CommandEnded, Printed, SendSignal, TextReply
+from raydist.messages.command import (
+    CommandOutput,
+    LeaveCommand,
+    ReadCommand,
+    ResizeCommand,
+    RunCommand,
+    SignalCommand,
+    WriteCommand,
+)
+from raydist.messages.operate import (
+    CommandEnded,
+    Execute,
+    InputTaken,
+    Printed,
+    SendSignal,
+    TerminalSize,
+    TextReply,
+    TypedInput,
+)
+from raydist.messages.wire import Message
 from raydist.shared.errors import last_line
 from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
@@ -20,8 +41,29 @@ from raydist.watch.operate.records import record
 
 PATIENCE_S = 1.0
 """Seconds that an agent waits for output until it replies without any."""
-LOOK_S = 0.05
-"""Seconds between two looks for a message of the command."""
+
+
+class Bell(AbstractContextManager["Bell"]):
+    """Wakes a thread that waits for a connection once a call to an agent is done."""
+
+    def __init__(self) -> None:
+        self.sock, self._rings = socket.socketpair()
+        for sock in (self.sock, self._rings):
+            sock.setblocking(False)
+
+    def ring(self, _: Future[Any]) -> None:
+        """Wake the thread. The call may be done after the block: then nobody waits."""
+        with contextlib.suppress(OSError):
+            self._rings.send(b"\0")
+
+    def quiet(self) -> None:
+        """Forget what has rung."""
+        with contextlib.suppress(OSError):
+            self.sock.recv(1 << 12)
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+        self._rings.close()
 
 
 class Execution:
@@ -32,11 +74,15 @@ class Execution:
         self._pids: dict[int, int] = {}
         """By rank: the processes that have not ended."""
         self._reading: dict[Future[CommandOutput], int] = {}
+        self._typed: deque[TypedInput] = deque()
+        """What no agent has got yet. The other end limits it: it waits for InputTaken."""
+        self._writing: tuple[Future[None], int] | None = None
+        """The call with input, and its bytes."""
         self.codes: dict[int, int] = {}
 
-    def run(self, ranks: Sequence[int], argv: Sequence[str]) -> None:
-        """Run the command to its end on each rank. OSError: the person has gone; it is killed."""
-        calls = {rank: self._group.call(rank, RunCommand(tuple(argv))) for rank in ranks}
+    def run(self, ranks: Sequence[int], request: RunCommand) -> None:
+        """Run the command to its end on each rank. OSError: the person has gone; it is ended."""
+        calls = {rank: self._group.call(rank, request) for rank in ranks}
         wait(calls.values(), timeout=ANSWER_S)
         for rank, call in calls.items():
             try:
@@ -44,30 +90,65 @@ class Execution:
             except Exception as error:
                 self._end(rank, 126, last_line(error) or "its agent does not answer")
         try:
-            for rank in list(self._pids):
-                self._read(rank)
-            while self._pids:
-                self._look_for_signal()
-                done, _ = wait(self._reading, timeout=LOOK_S, return_when=FIRST_COMPLETED)
-                for reply in done:
-                    self._take(self._reading.pop(reply), reply)
+            with Bell() as bell:
+                for rank in list(self._pids):
+                    self._read(rank, bell)
+                while self._pids:
+                    self._connection.wait(bell.sock)
+                    bell.quiet()
+                    while self._take_message():
+                        pass
+                    self._pass_input(bell)
+                    for reply in [each for each in self._reading if each.done()]:
+                        self._take_output(self._reading.pop(reply), reply, bell)
         finally:
             for rank, pid in self._pids.items():
-                self._group.call(rank, SignalCommand(pid, signal.SIGKILL))
+                self._group.call(rank, LeaveCommand(pid))
 
-    def _read(self, rank: int) -> None:
-        self._reading[self._group.call(rank, ReadCommand(self._pids[rank], PATIENCE_S))] = rank
+    def _read(self, rank: int, bell: Bell) -> None:
+        call = self._group.call(rank, ReadCommand(self._pids[rank], PATIENCE_S))
+        self._reading[call] = rank
+        call.add_done_callback(bell.ring)
 
-    def _look_for_signal(self) -> None:
-        with contextlib.suppress(TimeoutError):
+    def _take_message(self) -> bool:
+        """Pass a message of the person on; return whether there was one."""
+        try:
             message = self._connection.receive(0.0)
-            if message is None:
-                raise ConnectionResetError
-            if isinstance(message, SendSignal):
-                for rank, pid in self._pids.items():
-                    self._group.call(rank, SignalCommand(pid, message.number))
+        except TimeoutError:
+            return False
+        if message is None:
+            raise ConnectionResetError
+        if isinstance(message, TypedInput):
+            self._typed.append(message)
+        else:
+            self._pass_on(message)
+        return True
 
-    def _take(self, rank: int, call: Future[CommandOutput]) -> None:
+    def _pass_on(self, message: Message) -> None:
+        for rank, pid in self._pids.items():
+            match message:
+                case SendSignal(number):
+                    self._group.call(rank, SignalCommand(pid, number))
+                case TerminalSize(rows, columns):
+                    self._group.call(rank, ResizeCommand(pid, rows, columns))
+
+    def _pass_input(self, bell: Bell) -> None:
+        """Give the command the next input once it has room for it."""
+        if self._writing is not None:
+            call, size = self._writing
+            if not call.done():
+                return
+            self._writing = None
+            self._connection.send(InputTaken(size))
+        if self._typed and self._pids:
+            typed = self._typed.popleft()
+            data = typed.text.encode("utf-8", "surrogateescape")
+            ((rank, pid),) = self._pids.items()
+            call = self._group.call(rank, WriteCommand(pid, data, typed.last))
+            self._writing = (call, len(data))
+            call.add_done_callback(bell.ring)
+
+    def _take_output(self, rank: int, call: Future[CommandOutput], bell: Bell) -> None:
         try:
             output = call.result()
         except Exception as error:  # the agent is gone, or the rank was started again
@@ -79,7 +160,7 @@ class Execution:
                 text = data.decode("utf-8", "surrogateescape")
                 self._connection.send(Printed(rank, stream, text))
         if output.end is None:
-            self._read(rank)
+            self._read(rank, bell)
             return
         del self._pids[rank]
         self._end(rank, output.end.code or (128 + output.end.signal if output.end.signal else 0))
@@ -93,18 +174,21 @@ def run_for_ranks(
     group: WorkerGroup,
     events: Events,
     ranks: Sequence[int],
-    argv: Sequence[str],
+    request: Execute,
     connection: CommandLink,
 ) -> None:
     """Run a command beside these ranks, and record its name and its exit codes.
 
-    Neither its arguments nor its output are recorded: they may contain secrets.
+    Neither its arguments nor its input or output are recorded: they may contain secrets.
     """
     execution = Execution(group, connection)
+    size = (request.rows, request.columns)
+    command = RunCommand(tuple(request.argv), request.reads, request.term, *size)
     try:
-        execution.run(ranks, argv)
+        execution.run(ranks, command)
     finally:
         codes = ", ".join(map(str, sorted(set(execution.codes.values())))) or "none"
-        text = f"{os.path.basename(argv[0])} on {name_ranks(ranks)}, exit code {codes}"
+        name = os.path.basename(request.argv[0]) if request.argv else "a shell"
+        text = f"{name} on {name_ranks(ranks)}, exit code {codes}"
         record(events, "exec", text, ranks)
     connection.send(TextReply([text]))

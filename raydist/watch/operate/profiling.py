@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from raydist.launch.limits import ANSWER_S, longest
 from raydist.launch.worker_group import WorkerGroup
-from raydist.messages.agent import GetStatus, ReadCommand, RunCommand
+from raydist.messages.agent import GetStatus
+from raydist.messages.command import ReadCommand, RunCommand
 from raydist.messages.operate import MakeProfile, TextReply
 from raydist.messages.profile import ARMED
 from raydist.messages.rank import PrepareProfile, ProfileNow
