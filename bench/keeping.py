@@ -41,12 +41,16 @@ def kept(blocks: int) -> tuple[list[tuple[float, float]], float]:
     beat, began, spent = here.beat, time.perf_counter(), 0.0
 
     def timed(
-        self: Snapshotter, step: int, own: Callable[[], State], state: Callable[[], State]
+        self: Snapshotter,
+        step: int,
+        own: Callable[[], State],
+        state: Callable[[], State],
+        can_wait: bool = False,
     ) -> None:
         nonlocal began, spent
         if step // BLOCK % 2:
             called = time.perf_counter()
-            real(self, step, own, state)
+            real(self, step, own, state, can_wait)
             spent += (time.perf_counter() - called) * (step >= 3 * BLOCK)
         else:
             self.go_on()

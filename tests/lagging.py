@@ -5,28 +5,68 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from raydist.state.device import Mark
+from raydist.state.device import CopyPair, Mark
 
 
 class Killed(BaseException):
     """Raised in the thread of a host to end it."""
 
 
-class LaggingMark:
-    """A position in the queue of a `Lagging`."""
+class LaggingQueue:
+    """One queue of a `Lagging`."""
 
-    def __init__(self, device: Lagging) -> None:
-        self._device = device
+    def __init__(self) -> None:
+        self.items: deque[tuple[Callable[[], Any], Callable[[], bool]]] = deque()
+        self.queued = self.ended = 0
+        self.clock = 0.0
+
+    def launch(
+        self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Queue work that takes `s` seconds and begins once it is `ready`."""
+
+        def run() -> None:
+            work()
+            self.clock += s
+
+        self.items.append((run, ready))
+        self.queued += 1
+
+    def wait_for(self, other: LaggingQueue) -> None:
+        """Have what is queued later begin after all that the other queue has now."""
+        at: list[float] = []
+        other.launch(lambda: at.append(other.clock))
+
+        def catch_up() -> None:
+            self.clock = max(self.clock, *at)
+
+        self.launch(catch_up, ready=lambda: bool(at))
+
+    def advance(self) -> bool:
+        """Do the next piece of work; return whether one was ready."""
+        if not self.items or not self.items[0][1]():
+            return False
+        self.items.popleft()[0]()
+        self.ended += 1
+        return True
+
+
+class LaggingMark:
+    """A position in a queue of a `Lagging`."""
+
+    def __init__(self, device: Lagging, queue: LaggingQueue) -> None:
+        self._device, self._queue = device, queue
         self._clock = [0.0]
-        device.launch(lambda: self._clock.append(device.clock))
-        self._number = device.queued
+        queue.launch(lambda: self._clock.append(queue.clock))
+        self._number = queue.queued
 
     def done(self) -> bool:
-        return self._device.ended >= self._number
+        return self._queue.ended >= self._number
 
     def wait(self) -> None:
         while not self.done():
@@ -52,9 +92,7 @@ class Lagging:
         on_host: Sequence[torch.Tensor] = (),
     ) -> None:
         self.pause = pause or self.advance
-        self.queue: deque[tuple[Callable[[], Any], Callable[[], bool]]] = deque()
-        self.queued = self.ended = 0
-        self.clock = 0.0
+        self.queue, self.copies = LaggingQueue(), LaggingQueue()
         self.registered: dict[int, int] = {}
         self.register_calls = 0
         self.room = 1 << 40
@@ -64,37 +102,37 @@ class Lagging:
     def launch(
         self, work: Callable[[], Any], s: float = 0.0, ready: Callable[[], bool] = lambda: True
     ) -> None:
-        """Queue work that takes `s` seconds and begins once it is `ready`."""
-
-        def run() -> None:
-            work()
-            self.clock += s
-
-        self.queue.append((run, ready))
-        self.queued += 1
+        """Queue work of the training."""
+        self.queue.launch(work, s, ready)
 
     def advance(self) -> bool:
-        """Do the next piece of work; return whether one was ready."""
-        if not self.queue or not self.queue[0][1]():
-            return False
-        self.queue.popleft()[0]()
-        self.ended += 1
-        return True
+        """Do the next piece of work of either queue; return whether one was ready."""
+        return self.queue.advance() or self.copies.advance()
 
     def lags(self, tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() not in self._on_host
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         if self.lags(source):
-            self.launch(lambda: into.copy_(source), self._copy_s)
+            self.launch(lambda: into.copy_(source))
         else:
             into.copy_(source)
 
-    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
-        self.launch(lambda: word.fill_(value))
+    def copy_state(self, pairs: Sequence[CopyPair], word: torch.Tensor, value: int) -> Mark:
+        self.copies.wait_for(self.queue)
+        for into, source in pairs:
+            if self.lags(source):
+                self.copies.launch(partial(into.copy_, source), self._copy_s)
+            else:
+                into.copy_(source)
+        self.copies.launch(lambda: word.fill_(value))
+        return LaggingMark(self, self.copies)
+
+    def catch_up(self) -> None:
+        self.queue.wait_for(self.copies)
 
     def mark(self) -> Mark:
-        return LaggingMark(self)
+        return LaggingMark(self, self.queue)
 
     def register(self, memory: torch.Tensor) -> bool:
         self.register_calls += 1

@@ -2,8 +2,9 @@
 
 A GPU works through a queue, and the host runs ahead of it. Therefore an operation that must follow
 a copy goes into the same queue, and the host learns from a mark in it that everything before it is
-done. Nothing else in raydist copies from a GPU or asks it for events: a test replaces the device by
-one whose work finishes when the test chooses.
+done. A state is copied in a second queue, alongside the training. Nothing else in raydist copies
+from a GPU or asks it for events: a test replaces the device by one whose work finishes when the
+test chooses.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Mark(Protocol):
         ...
 
 
+CopyPair = tuple[torch.Tensor, torch.Tensor]
+"""Where a tensor is copied to, and the tensor."""
+
+
 class Device(Protocol):
     """What snapshots and reports need of a device."""
 
@@ -43,10 +48,20 @@ class Device(Protocol):
         """Queue a copy to the memory of the host."""
         ...
 
-    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
-        """Queue a write of `value` to `word` after the copies of `after`.
+    def copy_state(self, pairs: Sequence[CopyPair], word: torch.Tensor, value: int) -> Mark:
+        """Copy tensors to the memory of the host, and then write `value` to `word`.
+
+        It begins when the device has done what is queued now, and runs alongside what is queued
+        later, which must not change the tensors before `catch_up`. Returns the mark of its end.
 
         `word`: int64 of shape [1], in the host's memory.
+        """
+        ...
+
+    def catch_up(self) -> None:
+        """Have all that is queued from now on wait for the copies of `copy_state`.
+
+        The host does not wait.
         """
         ...
 
@@ -95,8 +110,14 @@ class HostDevice:
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source)
 
-    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
+    def copy_state(self, pairs: Sequence[CopyPair], word: torch.Tensor, value: int) -> Mark:
+        for into, source in pairs:
+            into.copy_(source)
         word.fill_(value)
+        return HostMark()
+
+    def catch_up(self) -> None:
+        """Do nothing: the copies are done."""
 
     def mark(self) -> Mark:
         return HostMark()
@@ -109,11 +130,11 @@ class HostDevice:
 
 
 class CudaMark:
-    """An event on the current stream of a GPU."""
+    """An event on a stream of a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.event.record(torch.cuda.current_stream(device))
+        self.event.record(stream)
 
     def done(self) -> bool:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
@@ -131,6 +152,8 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._copying: dict[torch.device, torch.cuda.Stream] = {}
+        """The stream of each GPU for copies of states."""
 
     def lags(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
@@ -138,15 +161,41 @@ class CudaDevice:
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         into.copy_(source, non_blocking=True)
 
-    def write(self, word: torch.Tensor, value: int, after: Sequence[torch.Tensor]) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        for other in {tensor.device for tensor in after if tensor.is_cuda} - {self._device}:
-            stream.wait_event(torch.cuda.current_stream(other).record_event())
-        made = torch.full((1,), value, dtype=torch.int64, device=self._device)
-        word.copy_(made, non_blocking=True)
+    def copy_state(self, pairs: Sequence[CopyPair], word: torch.Tensor, value: int) -> Mark:
+        last = self._begin_copies(self._device)
+        with torch.cuda.stream(last):
+            made = torch.full((1,), value, dtype=torch.int64, device=self._device)
+        for device in {source.device for _, source in pairs}:
+            own = [(into, source) for into, source in pairs if source.device == device]
+            if device.type != "cuda":
+                for into, source in own:
+                    into.copy_(source)
+                continue
+            stream = self._begin_copies(device)
+            with torch.cuda.stream(stream):
+                for into, source in own:
+                    into.copy_(source, non_blocking=True)
+                    # The memory of a tensor that is deleted is reused only after its copy.
+                    source.record_stream(stream)
+            last.wait_stream(stream)
+        with torch.cuda.stream(last):
+            word.copy_(made, non_blocking=True)
+        return CudaMark(last)
+
+    def _begin_copies(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream for copies from a GPU, which waits for all that is queued there."""
+        if device not in self._copying:
+            self._copying[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._copying[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+    def catch_up(self) -> None:
+        for device, stream in self._copying.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def mark(self) -> Mark:
-        return CudaMark(self._device)
+        return CudaMark(torch.cuda.current_stream(self._device))
 
     def register(self, memory: torch.Tensor) -> bool:
         # A new thread starts on GPU 0, and would create a context there.

@@ -12,10 +12,14 @@ written to the disk.
 
 From a CPU two slots take turns. A GPU lags behind the host, so the GPU itself writes the step, in
 its queue behind the copies, and three slots take turns: the two newest complete ones stay while the
-third is copied. Ranks need that: a rank's GPU finishes the copies of a step only after all ranks
-have averaged the gradients of that step, that is after their GPUs have copied the previous state.
-Therefore, when one rank overwrites its third newest state, its second newest one is complete on
-every rank.
+third is copied. Ranks need that: when one rank overwrites its third newest state, its second newest
+one is complete on every rank. For its newest one is complete, so all GPUs have begun to average the
+gradients of that step, and a GPU does so only
+
+- after it has copied the previous state, if its queue waits for the copy at once, or
+- if copies run alongside the next step: after it has copied all states but that of the step right
+  before, since its queue waits for a copy before it changes the parameters. Therefore such states
+  are at least two steps apart (SnapshotInterval).
 """
 
 from __future__ import annotations
@@ -257,12 +261,15 @@ class SnapshotBuffer:
             if later > step:
                 write_words(self._page, at_slot(slot), -1)
 
-    def write(self, step: int, state: Mapping[str, Any], agreed: bool = False) -> int:
+    def write(
+        self, step: int, state: Mapping[str, Any], agreed: bool = False, alongside: bool = False
+    ) -> int:
         """Keep the state of a step; return its slot. NoRoom: the machine has too little memory.
 
         Copies from a GPU run while the rank continues; the slot is complete after `settle`.
         `agreed`: all ranks know that all of them have the newest state, so that one complete state
-        is enough while the next is copied.
+        is enough while the next is copied. `alongside`: copies from a GPU run while the GPU
+        continues too; `catch_up` must come before anything that changes the state.
         """
         self.settle()
         tensors: list[torch.Tensor] = []
@@ -270,11 +277,11 @@ class SnapshotBuffer:
         keep = 2 if not agreed and any(map(self._device.lags, tensors)) else 1
         taken = {slot for _, slot in sorted(self.steps.items())[-keep:]} | {self.locked}
         slot = next(free for free in range(SLOTS) if free not in taken)
-        self.fill(slot, step, state)
+        self.fill(slot, step, state, alongside)
         return slot
 
-    def fill(self, slot: int, step: int, state: Mapping[str, Any]) -> None:
-        """Write a state to this slot."""
+    def fill(self, slot: int, step: int, state: Mapping[str, Any], alongside: bool = False) -> None:
+        """Write a state to this slot; `alongside` as in `write`."""
         tensors: list[torch.Tensor] = []
         tree = take_apart(state, tensors)
         spots, size = layout_of(tensors, self._device.lags)
@@ -282,19 +289,26 @@ class SnapshotBuffer:
         torch.save({"tree": tree, "spots": [spot.plain for spot in spots]}, described)
         text = described.getvalue()
         memory = self._open(slot, size, len(text), set(state) != {"own"})
-        lagging = [tensor for tensor in tensors if self._device.lags(tensor)]
-        if lagging:
+        lags = any(map(self._device.lags, tensors))
+        if lags:
             self._page_lock(PAGE_ITSELF, self._page)
             self._page_lock(slot, memory)
         memory[size : size + len(text)] = text
-        for view, tensor in zip(self._tensors_of(slot, memory, spots), tensors, strict=True):
-            self._device.copy(view, tensor.detach())
-        if lagging:
-            word = torch.frombuffer(self._page, dtype=torch.int64, count=1, offset=at_slot(slot))
-            self._device.write(word, step, lagging)
-            self._coming = self._device.mark()
-        else:
+        views = self._tensors_of(slot, memory, spots)
+        pairs = [(view, each.detach()) for view, each in zip(views, tensors, strict=True)]
+        if not lags:
+            for view, tensor in pairs:
+                view.copy_(tensor)
             write_words(self._page, at_slot(slot), step)
+            return
+        word = torch.frombuffer(self._page, dtype=torch.int64, count=1, offset=at_slot(slot))
+        self._coming = self._device.copy_state(pairs, word, step)
+        if not alongside:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Have a GPU finish its copies before anything that is queued from now on."""
+        self._device.catch_up()
 
     def rest(self, within_s: float = math.inf) -> bool:
         """Wait until the locked slot is on the disk; report whether it is."""

@@ -50,6 +50,10 @@ class Checkpointer(Protocol):
         """Keep the state after a step in memory, if it is due."""
         ...
 
+    def catch_up(self) -> None:
+        """Have a GPU end its copies of the last state. It must precede each change of the state."""
+        ...
+
     def hold(self, state: TrainingState) -> bool:
         """Keep the state in memory whether or not it is due; report whether this rank has."""
         ...
@@ -90,7 +94,11 @@ class WholeCheckpointer:
         self.snapshots.go_on()
 
     def keep(self, state: TrainingState) -> None:
-        self.snapshots.step(state.progress.step, state.own, state.common)
+        can_wait = state.stepper.model.watch.changed_by_steps_only
+        self.snapshots.step(state.progress.step, state.own, state.common, can_wait)
+
+    def catch_up(self) -> None:
+        self.snapshots.catch_up()
 
     def hold(self, state: TrainingState) -> bool:
         return self.snapshots.hold(state.progress.step, state.own, state.common)
@@ -152,11 +160,19 @@ class ShardCheckpointer:
 
     def keep(self, state: TrainingState) -> None:
         if self.keeps:
-            self.interval.step(state.progress.step, lambda: self._keep(state))
+            self.interval.step(
+                state.progress.step,
+                lambda alongside: self._keep(state, alongside),
+                state.stepper.model.watch.changed_by_steps_only,
+            )
 
-    def _keep(self, state: TrainingState) -> None:
+    def catch_up(self) -> None:
+        if self.keeps:
+            self.interval.catch_up(sharded.catch_up)
+
+    def _keep(self, state: TrainingState, alongside: bool = False) -> None:
         source = {**state.order.own(), "part": state.order.rank}
-        sharded.keep(state.progress.step, self._shards(state, source))
+        sharded.begin_keep(state.progress.step, self._shards(state, source), alongside)
         self._kept = state.progress.step
 
     def hold(self, state: TrainingState) -> bool:

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -118,7 +118,12 @@ def fit(
             checkpointer: Checkpointer = kind(config, comm)
             trained = RankModel(config, module, comm, me.device, rate)
             state = begin_or_resume(config, trained, loss, order, batches, checkpointer)
-            return Training(state, batches, tests, checkpointer, waits).run()
+            try:
+                return Training(state, batches, tests, checkpointer, waits).run()
+            finally:
+                # The job may change the model now. What a broken GPU raises here is known already.
+                with suppress(RuntimeError):
+                    checkpointer.catch_up()
 
         return outlive(comm, order, train_on)
 
@@ -217,7 +222,9 @@ class Training:
             self.checkpointer.go_on()
             while progress.more and order.more:
                 rate = stepper.rate
-                figures = stepper.update(stepper.forward_backward(batches))
+                mean_loss = stepper.forward_backward(batches)
+                self.checkpointer.catch_up()
+                figures = stepper.update(mean_loss)
                 if not figures.finite:
                     self._not_finite(figures)
                 progress.count_step(order.global_batch, figures.loss)

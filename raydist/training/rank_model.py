@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -87,6 +87,7 @@ class RankModel:
         groups = optim.in_groups(job.optim, trained, undecayed)
         fused = optim.fused(job, [*trained.values()])
         optimizer = optim.optimizer(job.optim, groups, rate, fused)
+        self.watch = StateWatch(self.module, optimizer, device)
         self.settings = optim.arguments(job.optim)
         """The names of the optimizer's settings in a group; what else is in it is state."""
         self.optimizer = comm.wrap_optimizer(optimizer, self.module)
@@ -114,6 +115,46 @@ class RankModel:
         copied = (self.copier.copy(batch) for batch in batches)
         with self.cast:
             return evaluate(self.evaluated, copied, metrics, self.comm, self.device, counted)
+
+
+class StateWatch:
+    """Finds out whether nothing but the optimizer's steps changes the state of a model on a GPU.
+
+    Only then may the state still be copied during the next forward and backward pass.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        self._module = module
+        self._trained = [each for group in optimizer.param_groups for each in group["params"]]
+        self.changed_by_steps_only = False
+        """Not known before the first pass."""
+        self._possible = device.type == "cuda"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a forward and backward pass."""
+        if not self._possible:
+            yield
+            return
+        versions = [each._version for each in self._trained]
+        yield
+        # As embeddings with max_norm do. A layer that changes its weights does so in each pass.
+        changed = versions != [each._version for each in self._trained]
+        if not self.changed_by_steps_only:
+            self._possible = self._is_trained_only()
+        self._possible = self._possible and not changed
+        self.changed_by_steps_only = self._possible
+
+    def _is_trained_only(self) -> bool:
+        """Report whether the state has nothing but parameters that the optimizer changes.
+
+        A forward pass changes buffers, as those of batch norm, and maybe parameters without
+        gradient, as those of a model that follows another one.
+        """
+        trained = {id(each) for each in self._trained}
+        return all(id(each) in trained for each in self._module.state_dict(keep_vars=True).values())
 
 
 class BatchCopier:

@@ -87,10 +87,25 @@ def keep(step: int, state: Mapping[str, Any]) -> None:
     RaydistError: torch.distributed is not initialised, as with backend=horovod. An error in the
     background copy is raised by the next call.
     """
+    begin_keep(step, state, alongside=False)
+
+
+def begin_keep(step: int, state: Mapping[str, Any], alongside: bool) -> None:
+    """Keep a state as `keep` does. `alongside`: a GPU copies it alongside what follows.
+
+    In that case `catch_up` must come before anything that changes the state.
+    """
     if (ring := _ring()) is not None:
         # a restart does not repeat this step: its report must be sent first
         context.current().flush()
-        ring.keep(step, state)
+        ring.keep(step, state, alongside)
+
+
+def catch_up() -> None:
+    """Have the device end its copies of the last state before the state is changed."""
+    ring: Ring | None = context.current().sharded
+    if ring is not None:
+        ring.catch_up()
 
 
 def save(
@@ -368,20 +383,27 @@ class Ring:
         if not self.passed:
             self._memory.begin_fit(number)
 
-    def keep(self, step: int, state: Mapping[str, Any]) -> None:
-        """Keep a state as the module's `keep` does."""
+    def keep(self, step: int, state: Mapping[str, Any], alongside: bool = False) -> None:
+        """Keep a state as the module's `begin_keep` does."""
         self.rest()
         if self._memory is None or self.passed:
             return
         try:
             part = RankPart(self._rank, self._world, local(state), self._planner.plan(state))
-            slot, why = self._memory.write(step, {"own": vars(part)}, agreed=True), ""
+            slot = self._memory.write(step, {"own": vars(part)}, agreed=True, alongside=alongside)
+            why = ""
         except NoRoom as error:
             slot, why = -1, str(error)
         self._thread = threading.Thread(
             target=self._copy_in_background, args=(step, slot, why), name="raydist-sharded"
         )
         self._thread.start()
+
+    def catch_up(self) -> None:
+        """Have the device end its copies, as the module's `catch_up` does."""
+        memory = self._memory  # the thread sets it to None once it has waited for the copies
+        if memory is not None:
+            memory.catch_up()
 
     @property
     def keeps(self) -> bool:

@@ -121,24 +121,43 @@ class Snapshotter:
         """Exclude the time since the last step from the measured steps."""
         self.interval.go_on()
 
-    def step(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> None:
+    def step(
+        self,
+        step: int,
+        own: Callable[[], State],
+        state: Callable[[], State],
+        can_wait: bool = False,
+    ) -> None:
         """Keep the state after a step if it is due.
 
-        `own`: what differs from rank to rank, `state`: everything else.
+        `own`: what differs from rank to rank, `state`: everything else. `can_wait`: as for
+        SnapshotInterval.step.
         """
         if self.on:
-            self.interval.step(step, lambda: self._keep(step, own, state))
+            self.interval.step(
+                step, lambda alongside: self._keep(step, own, state, alongside), can_wait
+            )
 
-    def _keep(self, step: int, own: Callable[[], State], state: Callable[[], State]) -> int | None:
+    def catch_up(self) -> None:
+        """Have the device end its copies of the last state before the state is changed."""
+        if self._memory is not None:
+            self.interval.catch_up(self._memory.catch_up)
+
+    def _keep(
+        self,
+        step: int,
+        own: Callable[[], State],
+        state: Callable[[], State],
+        alongside: bool = False,
+    ) -> int | None:
         """Keep a state now; return its slot, or None if there is too little memory."""
         if self._memory is None:
             return None
         # a restart does not repeat this step, so its report must be sent first
         context.current().flush()
         try:
-            slot = self._memory.write(
-                step, {"own": own(), **(state() if self._me.local_rank == 0 else {})}
-            )
+            kept = {"own": own(), **(state() if self._me.local_rank == 0 else {})}
+            slot = self._memory.write(step, kept, alongside=alongside)
             context.current().kept = max(self._memory.steps, default=0)
             return slot
         except NoRoom as why:

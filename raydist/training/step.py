@@ -89,6 +89,11 @@ class Stepper:
         ranks, detached, of shape []. The ranks' losses travel during the last backward pass: a
         message after it would make each step longer.
         """
+        with self.model.watch.watching():
+            return self._passes(batches)
+
+    def _passes(self, batches: Iterator[Any]) -> Callable[[], torch.Tensor]:
+        """Do what `forward_backward` says."""
         self.batches.clear()
         comm, (*first, last) = self.model.comm, self.shares
         total: torch.Tensor | int = 0

@@ -7,6 +7,8 @@ import json
 import os
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +23,9 @@ from torch import nn
 from raydist.state.device import CudaDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import blank_page
+
+alive: list[SnapshotBuffer] = []
+"""Their first pages stay page-locked: others must not get the same addresses."""
 
 
 def hold(on: bool, name: str = "hold-copies") -> None:
@@ -87,6 +92,49 @@ def snapshots() -> None:
     assert max(seen.steps) == 5
     assert seen.read(seen.steps[5])["model"].unique().tolist() == [5]
     memory.drop()
+    alive.append(memory)
+    os.close(descriptor)
+
+
+def snapshots_alongside() -> None:
+    """A snapshot is copied alongside the next step until that changes the state; it is complete
+    when the copies of all GPUs are; memory that is freed meanwhile is not reused before."""
+    descriptor = os.memfd_create("test")
+    os.pwrite(descriptor, blank_page(), 0)
+    here = torch.device("cuda", 1)
+    weight, far = torch.ones(1 << 16, device=here), torch.ones(1 << 16, device="cuda:0")
+    memory = SnapshotBuffer(descriptor, CudaDevice(here))
+    seen, stream = SnapshotBuffer(descriptor), torch.cuda.current_stream(here)
+    for step in (1, 2, 3):  # page-locks the slots
+        memory.write(step, {"model": weight.fill_(step), "far": far.fill_(step)})
+    torch.cuda.synchronize(here)
+    hold(True)
+    passing = torch.full((1 << 16,), 4.0, device=here)
+    memory.write(
+        4, {"model": weight.fill_(4), "far": far.fill_(4), "passing": passing}, alongside=True
+    )
+    address = passing.data_ptr()
+    del passing
+    assert torch.full((1 << 16,), 9.0, device=here).data_ptr() != address
+    weight + 1  # in the forward pass: a kernel of the fake GPU waits for its stream
+    assert stream.query()
+    memory.catch_up()
+    assert not stream.query(), "what changes the state waits"
+    threading.Timer(0.3, hold, [False]).start()
+    weight.fill_(5)
+    far.fill_(5)
+    torch.cuda.synchronize(here)
+    kept = seen.read(seen.steps[4])
+    assert [kept[name].unique().tolist() for name in ("model", "far", "passing")] == [[4]] * 3
+    assert {*weight.tolist(), *far.tolist()} == {5}
+    hold(True, "slow-copies")
+    memory.write(5, {"model": weight[:1], "far": far}, alongside=True)  # only `far` is slow
+    while 5 not in seen.steps:
+        time.sleep(0.001)
+    assert seen.read(seen.steps[5])["far"].unique().tolist() == [5]
+    hold(False, "slow-copies")
+    memory.drop()
+    alive.append(memory)
     os.close(descriptor)
 
 

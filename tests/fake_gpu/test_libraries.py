@@ -21,6 +21,7 @@ ONE = (
     "devices",
     "queues",
     "snapshots",
+    "snapshots_alongside",
     "kernels",
     "fork",
 )

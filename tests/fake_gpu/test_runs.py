@@ -207,6 +207,24 @@ def test_adams_step_is_that_of_each_rank_after_a_restart_from_memory(
     assert run.result()["metrics"]["weights"] == weights
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_states_copied_alongside_the_next_step_are_those_of_their_step(
+    parallel: str, four: FakeGpus, tmp_path: Path
+) -> None:
+    """Those of steps 4 and 6 are still copied in the forward pass of the next step. That of step 2
+    is not: a rank whose only state it is relies on it."""
+    words = (f"job={JOBS}:replicas", *ADAMW, "snapshot.every=2", f"parallel={parallel}")
+    (whole, broken) = (tmp_path / "whole", tmp_path / "broken")
+    whole.mkdir()
+    broken.mkdir()
+    weights = finished(whole, *words).result()["metrics"]["weights"]
+    four.ask("slow-copies")
+    run = finished(broken, *words, "job.args.struck=8", "job.args.alongside=[4,6]")
+    (back,) = run.events("restarted")
+    assert back["step"] in (7, 9)
+    assert run.result()["metrics"]["weights"] == weights
+
+
 def test_a_fault_happens_though_its_step_was_reported_together_with_later_ones(
     four: FakeGpus, tmp_path: Path
 ) -> None:

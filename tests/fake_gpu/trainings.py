@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import raydist
 from bench import keeping, recovery
 from raydist.state.device import CudaMark
+from raydist.state.snapshot import SnapshotBuffer
 from raydist.training.snapshotter import Snapshotter
 from raydist.worker import context
 from tests import faults
@@ -31,17 +34,44 @@ def samples(width: int) -> TensorDataset:
     return TensorDataset(torch.randn(256, width), torch.randint(3, (256,)))
 
 
-def replicas(config: Any, struck: int = 0) -> None:
-    """Train copies of a model, kill rank 1 after so many steps, report the sum of its weights."""
+def replicas(config: Any, struck: int = 0, alongside: Sequence[int] = ()) -> None:
+    """Train copies of a model, kill rank 1 after so many steps, report the sum of its weights.
+
+    `alongside`: the states of which steps, of the first attempt, are still copied in the forward
+    pass of the next step."""
     faults.add_faults(*[kill(1, struck)] * (struck > 0))
     data = samples(10)
     model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
-    raydist.fit(config, train=data, loss=faults.cross_entropy, model=model)
-    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    copied = list[int]()
+
+    def note_copies() -> None:
+        here = context.current()
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if here.rank.rank > 0 or here.memory is None or not first:
+            return  # other ranks have generators only, which are on the host
+        if (
+            here.step in range(2, struck, 2)
+            and here.step not in SnapshotBuffer(here.memory[0]).steps
+        ):
+            copied.append(here.step)
+        assert here.step < struck - 1 or copied == [*alongside]
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if alongside:
+            note_copies()
+        return faults.cross_entropy(output, target)
+
+    raydist.fit(config, train=data, loss=loss, model=model)
+    weights = torch.cat([whole(each).flatten() for each in model.parameters()])
     others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
     dist.all_gather(others, weights)
     assert all(torch.equal(weights, each) for each in others), "the weights of two ranks differ"
     raydist.report(weights=weights.double().sum().item())
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def on_hosts(config: Any, go: str) -> None:

@@ -3,7 +3,6 @@ waits for the GPU."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,32 +40,3 @@ def test_each_tensor_of_a_gpu_lags_and_none_of_the_cpu() -> None:
     with FakeTensorMode():
         assert all(port.lags(tensor) for tensor in state_on("cuda"))
     assert not any(port.lags(tensor) for tensor in state_on("cpu"))
-
-
-class Stream:
-    """The queue of one GPU, as far as CudaDevice.write needs it."""
-
-    def __init__(self, device: torch.device, waited: list[tuple[str, str]]) -> None:
-        self.device, self.waited = device, waited
-
-    def record_event(self) -> Stream:
-        return self
-
-    def wait_event(self, other: Stream) -> None:
-        self.waited.append((str(self.device), str(other.device)))
-
-
-def test_a_state_on_several_gpus_is_complete_when_the_last_of_them_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The mark was only in the queue of the rank's own GPU."""
-    waited: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: Stream(torch.device(device), waited)
-    )
-    with FakeTensorMode():
-        tensors = [torch.empty(3, device=f"cuda:{number}") for number in (0, 1, 2)] + [
-            torch.empty(3)
-        ]
-        CudaDevice(torch.device("cuda", 0)).write(torch.zeros(1, dtype=torch.int64), 7, tensors)
-    assert sorted(waited) == [("cuda:0", "cuda:1"), ("cuda:0", "cuda:2")]

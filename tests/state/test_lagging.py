@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -47,6 +48,12 @@ class Training:
     def __init__(self, seed: int) -> None:
         self.choose = random.Random(seed)
         self.every, self.size = self.choose.choice([1, 1, 2, 3]), self.choose.choice([2, 3])
+        self.can_wait = [self.choose.random() < 0.7 for _ in range(self.size)]
+        self.limit = self.every + (self.every > 1 and any(self.can_wait))
+        """How many steps a restart repeats at most: a state that is copied alongside the next step
+        may be lost with that step."""
+        self.save_every = self.choose.choice([0, 5, 7])
+        self.held = [0] * self.size
         self.devices = [Lagging() for _ in range(self.size)]
         self.reached, self.done = [0] * self.size, [0] * self.size
         self.descriptors = [new_memory() for _ in range(self.size)]
@@ -56,32 +63,37 @@ class Training:
         ]
 
     def train(self, rank: int, host: TurnHost) -> None:
-        device = self.devices[rank]
-        device.pause = host.pause
-        memory, weight, step = SnapshotBuffer(self.descriptors[rank], device), torch.zeros(50), 0
+        keeper = Keeper(self, rank, host)
         while True:
-            step += 1
-            self.queue_step(rank, step, weight)
-            if step % self.every == 0:
-                if self.choose.random() < 0.1:  # a checkpoint is begun, or was written
-                    memory.settle()
-                    memory.lock(self.choose.choice([-1, *memory.steps.values()]))
-                memory.write(step, {"own": {"step": step}, "model": weight})
+            keeper.queue_step()
+            if keeper.step % self.every == 0 and self.choose.random() < 0.1:
+                # a checkpoint is begun, or was written
+                keeper.memory.settle()
+                keeper.memory.lock(self.choose.choice([-1, *keeper.memory.steps.values()]))
+            keeper.keep_if_due()
+            if self.save_every and keeper.step % self.save_every == 0:
+                keeper.hold()  # for a checkpoint, before which the ranks exchange something
+                self.held[rank] = keeper.step
+                while min(self.held) < keeper.step:
+                    host.pause()
+            self.run_ahead(rank, keeper.step, host)
+
+    def run_ahead(self, rank: int, step: int, host: TurnHost) -> None:
+        host.pause()
+        while step - self.done[rank] > AHEAD:
             host.pause()
-            while step - self.done[rank] > AHEAD:
-                host.pause()
 
-    def queue_step(self, rank: int, step: int, weight: torch.Tensor) -> None:
-        def come() -> bool:
-            self.reached[rank] = step
-            return min(self.reached) >= step
+    def take_turn(self, likely: list[float]) -> None:
+        """Let a host, or one of the queues of a device, continue."""
+        (chosen,) = self.choose.choices(range(2 * self.size), likely)
+        if chosen < self.size:
+            self.hosts[chosen].run_turn()
+        else:
+            self.advance(chosen - self.size)
 
-        def update() -> None:
-            weight.fill_(step)
-            self.done[rank] = step
-
-        self.devices[rank].launch(lambda: None, ready=come)
-        self.devices[rank].launch(update)
+    def advance(self, rank: int) -> None:
+        device = self.devices[rank]
+        self.choose.choice([device.queue, device.copies]).advance()
 
     def run(self) -> None:
         """Train for some time; then a rank is killed, and the others continue to where they need
@@ -89,16 +101,61 @@ class Training:
         likely = [
             self.choose.random() for _ in range(2 * self.size)
         ]  # some hosts or devices are slow
-        for _ in range(self.choose.randrange(20, 400)):
-            (chosen,) = self.choose.choices(range(2 * self.size), likely)
-            self.hosts[chosen].run_turn() if chosen < self.size else self.devices[
-                chosen - self.size
-            ].advance()
-        self.devices[self.choose.randrange(self.size)].queue.clear()
+        for _ in range(self.choose.randrange(20, 600)):
+            self.take_turn(likely)
+        killed = self.devices[self.choose.randrange(self.size)]
+        killed.queue.items.clear()
+        killed.copies.items.clear()
         for _ in range(self.choose.randrange(100)):
-            self.devices[self.choose.randrange(self.size)].advance()
+            self.advance(self.choose.randrange(self.size))
         for host in self.hosts:
             host.kill()
+
+
+class Keeper:
+    """The host of one rank, as raydist.fit queues its steps and keeps their states."""
+
+    def __init__(self, training: Training, rank: int, host: TurnHost) -> None:
+        self.training, self.rank = training, rank
+        self.device = training.devices[rank]
+        self.device.pause = host.pause
+        self.memory = SnapshotBuffer(training.descriptors[rank], self.device)
+        self.interval = SnapshotInterval(training.every, Alone(), self.device)  # type: ignore[arg-type]
+        self.weight, self.step = torch.zeros(50), 0
+
+    def queue_step(self) -> None:
+        """Queue an all-reduce, and then an optimizer step, as raydist.fit does."""
+        self.step += 1
+        training, rank, step = self.training, self.rank, self.step
+
+        def come() -> bool:
+            training.reached[rank] = step
+            return min(training.reached) >= step
+
+        def update() -> None:
+            self.weight.fill_(step)
+            training.done[rank] = step
+
+        self.device.launch(lambda: None, ready=come)
+        self.interval.catch_up(self.memory.catch_up)
+        self.device.launch(update)
+
+    def keep_if_due(self, agreed: bool = False) -> None:
+        def keep(alongside: bool) -> None:
+            self.write(agreed, alongside)
+
+        self.interval.step(self.step, keep, self.training.can_wait[self.rank])
+
+    def hold(self) -> None:
+        """Keep the state of this step, due or not."""
+        self.memory.settle()
+        if self.step not in self.memory.steps:
+            self.write()
+        self.memory.settle()
+
+    def write(self, agreed: bool = False, alongside: bool = False) -> None:
+        state = {"own": {"step": self.step}, "model": self.weight}
+        self.memory.write(self.step, state, agreed, alongside)
 
 
 class TurnEvent:
@@ -130,24 +187,15 @@ class Resized(Training):
             request._known = TurnEvent(host)  # type: ignore[assignment]
 
     def train(self, rank: int, host: TurnHost) -> None:
-        device, request = self.devices[rank], self.requests[rank]
-        device.pause = host.pause
-        memory, weight, step = SnapshotBuffer(self.descriptors[rank], device), torch.zeros(50), 0
+        keeper, request = Keeper(self, rank, host), self.requests[rank]
         while True:
-            step += 1
-            self.queue_step(rank, step, weight)
-            if step % self.every == 0:
-                memory.write(step, {"own": {"step": step}, "model": weight})
-            if request.due(step):  # as fit does: keep the state, due or not
-                memory.settle()
-                if step not in memory.steps:
-                    memory.write(step, {"own": {"step": step}, "model": weight})
-                memory.settle()
-                self.left[rank] = step
+            keeper.queue_step()
+            keeper.keep_if_due()
+            if request.due(keeper.step):  # as fit does: keep the state, due or not
+                keeper.hold()
+                self.left[rank] = keeper.step
                 return
-            host.pause()
-            while step - self.done[rank] > AHEAD:
-                host.pause()
+            self.run_ahead(rank, keeper.step, host)
 
     def run(self) -> None:
         likely = [self.choose.random() + 0.01 for _ in range(2 * self.size)]
@@ -159,10 +207,7 @@ class Resized(Training):
         )
         self.choose.shuffle(order)
         for turn in range(100_000):
-            (chosen,) = self.choose.choices(range(2 * self.size), likely)
-            self.hosts[chosen].run_turn() if chosen < self.size else self.devices[
-                chosen - self.size
-            ].advance()
+            self.take_turn(likely)
             if turn >= requested and len(limits) < self.size and self.choose.random() < 0.1:
                 limits[order[len(limits)]] = self.requests[order[len(limits)]].hold()
             elif (
@@ -186,26 +231,17 @@ class Shards(Training):
         super().__init__(seed)
 
     def train(self, rank: int, host: TurnHost) -> None:
-        device = self.devices[rank]
-        device.pause = host.pause
-        memory, weight, step, kept = (
-            SnapshotBuffer(self.descriptors[rank], device),
-            torch.zeros(50),
-            0,
-            0,
-        )
+        keeper, kept = Keeper(self, rank, host), 0
         while True:
-            step += 1
-            self.queue_step(rank, step, weight)
-            if step % self.every == 0:
-                memory.settle()
+            keeper.queue_step()
+            if keeper.step % self.every == 0:
+                keeper.memory.settle()
                 self.have[rank] = kept
                 while min(self.have[: self.size]) < kept:
                     host.pause()
-                memory.write(kept := step, {"own": {"step": step}, "model": weight}, agreed=True)
-            host.pause()
-            while step - self.done[rank] > AHEAD:
-                host.pause()
+                kept = keeper.step
+            keeper.keep_if_due(agreed=True)
+            self.run_ahead(rank, keeper.step, host)
 
 
 def test_ranks_that_leave_do_so_after_the_same_step_and_have_its_state() -> None:
@@ -243,7 +279,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_the_shards_of_a_common_step(s
         memories = [SnapshotBuffer(descriptor) for descriptor in training.descriptors]
         steps = set.intersection(*({*memory.steps} for memory in memories))
         reached = max(training.done)
-        assert reached - max(steps, default=0) <= 2 * training.every, (
+        assert reached - max(steps, default=0) <= training.every + training.limit, (
             seed,
             [memory.steps for memory in memories],
         )
@@ -276,7 +312,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_within_the_limi
         chosen = choose_snapshot(offers)
         reached = max(training.done)
         if chosen is None:
-            assert reached <= training.every, (
+            assert reached <= training.limit, (
                 seed,
                 [memory.steps for memory in memories],
                 training.done,
@@ -284,7 +320,7 @@ def test_after_a_kill_at_any_moment_all_ranks_have_a_common_step_within_the_limi
         else:
             count += 1
             step, _ = chosen
-            assert reached - step <= training.every, (
+            assert reached - step <= training.limit, (
                 seed,
                 [memory.steps for memory in memories],
                 training.done,
@@ -308,7 +344,28 @@ def test_a_slot_is_complete_when_the_device_says_so_though_the_host_asks_nothing
     seen = []
     while device.advance():
         seen.append(sorted(SnapshotBuffer(descriptor).steps))
-    assert seen == [[], [1], [1]]  # the copy, the step, the mark
+    # the copy waits for the training (an item of each queue), then the step, the mark, and the
+    # training waits for it (as before)
+    assert seen == [*[[]] * 3, *[[1]] * 4]
+
+
+def test_a_state_copied_alongside_the_next_step_is_that_of_its_step(descriptor: int) -> None:
+    device, weight, passes = Lagging(), torch.zeros(3), list[int]()
+    memory = SnapshotBuffer(descriptor, device)
+    device.launch(lambda: weight.fill_(1))
+    memory.write(1, {"model": weight}, alongside=True)
+    device.launch(lambda: passes.append(2))
+    memory.catch_up()
+    device.launch(lambda: weight.fill_(2))
+    while device.queue.advance():
+        pass
+    assert (passes, weight.tolist(), memory.steps) == ([2], [1] * 3, {})
+    while device.copies.advance():
+        pass
+    while device.queue.advance():
+        pass
+    assert weight.tolist() == [2] * 3
+    assert memory.read(memory.steps[1])["model"].tolist() == [1] * 3
 
 
 def test_two_complete_states_stay_while_a_third_is_copied(descriptor: int) -> None:
@@ -397,6 +454,25 @@ def test_the_cost_of_a_snapshot_is_the_time_of_the_device(
     assert keeper.interval.every == every
 
 
+@pytest.mark.parametrize(
+    ("copy_s", "able", "every"), [(0.0495, True, 2), (0.1555, True, 76), (0.0495, False, 50)]
+)
+def test_a_copy_alongside_costs_the_time_for_which_the_device_waits(
+    monkeypatch: pytest.MonkeyPatch, descriptor: int, copy_s: float, able: bool, every: int
+) -> None:
+    """A step has 0.08 s before it changes the state, and then 0.02 s."""
+    device = Lagging(copy_s=copy_s)
+    keeper, kept = made_snapshotter(monkeypatch, descriptor, device), list[int]()
+    for step in range(1, 257):
+        device.launch(lambda: None, s=0.08)
+        keeper.catch_up()
+        device.launch(lambda: None, s=0.02)
+        keeper.step(step, lambda: kept.append(step) or {}, lambda: {"model": torch.ones(3)}, able)  # type: ignore[func-returns-value]  # noqa: B023 - called at once
+    assert keeper.interval.every == every
+    assert kept[:4] == [1, 2, 3, 4]
+    assert not able or all(later - step > 1 for step, later in pairwise(kept[4:]))
+
+
 def test_the_wait_for_the_copy_of_the_snapshot_before_is_no_cost_of_this_one() -> None:
     """Of models in shards a node sends a copy to the next one: that took a hundred steps, of which
     each snapshot of the first steps waited for one copy, so one in ten thousand steps was kept."""
@@ -408,7 +484,7 @@ def test_the_wait_for_the_copy_of_the_snapshot_before_is_no_cost_of_this_one() -
     interval = SnapshotInterval(None, Alone(), device, wait_for_copy, lambda: 10.0)  # type: ignore[arg-type]
     for step in range(1, 9):
         device.launch(lambda: None, s=0.1)
-        interval.step(step, lambda: device.launch(lambda: None, s=0.003))
+        interval.step(step, lambda _: device.launch(lambda: None, s=0.003))
     assert interval.every == 100
 
 
@@ -420,7 +496,7 @@ def test_nothing_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch, descripto
             keeper.step(step, lambda: {"step": step}, lambda: {"model": torch.ones(3)})  # noqa: B023 - called at once
             while device.advance():
                 pass
-        assert len(keeper.interval._steps) + len(keeper.interval._costs) < 100
+        assert len(keeper.interval._timing.steps) + len(keeper.interval._timing.costs) < 100
 
 
 class Alone:

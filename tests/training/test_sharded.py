@@ -600,12 +600,14 @@ def slow_network(job: Job) -> Any:
 
     sharded.Ring._copy = travels  # type: ignore[assignment,method-assign]
     keeper: Any = ShardCheckpointer(job, here.comm)
-    keeper._keep = lambda state: sharded.keep(state.progress.step, {"x": torch.zeros(4)})
+    keeper._keep = lambda state, _: sharded.keep(state.progress.step, {"x": torch.zeros(4)})
+    model = SimpleNamespace(watch=SimpleNamespace(changed_by_steps_only=False))
     keeper.begin(0)
     kept = []
     for step in range(1, 61):
         time.sleep(0.03)
-        keeper.keep(SimpleNamespace(progress=SimpleNamespace(step=step)))
+        progress, stepper = SimpleNamespace(step=step), SimpleNamespace(model=model)
+        keeper.keep(SimpleNamespace(progress=progress, stepper=stepper))
         kept.append(max(SnapshotBuffer(here.memory[0]).steps))
     here.sharded.rest()
     return len({*kept})

@@ -1,0 +1,78 @@
+"""Whether nothing but the optimizer changes the state of a model, so that it may be copied late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raydist.training.gpt import GPT
+from raydist.training.rank_model import StateWatch
+
+
+class Bounded(nn.Linear):
+    """Bounds its weights in the forward pass, from the second one on."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes > 1:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class Counting(nn.Linear):
+    """Has a state beside its parameters."""
+
+    def get_extra_state(self) -> int:
+        return 0
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def followed() -> nn.Module:
+    """Return a model with a copy that follows it, without gradients."""
+    teacher = nn.Linear(4, 4)
+    return nn.Sequential(nn.Linear(4, 4), teacher.requires_grad_(False))
+
+
+def watched(model: nn.Module, *inputs: torch.Tensor, device: str = "cuda") -> list[bool]:
+    """Return what is known before and after each of two passes."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    watch = StateWatch(model, optimizer, torch.device(device))
+    known = [watch.changed_by_steps_only]
+    for _ in range(3):
+        with watch.watching():
+            model(*inputs).sum().backward()
+        optimizer.step()
+        known.append(watch.changed_by_steps_only)
+    return known
+
+
+FOUR = torch.ones(3, 4)
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "known"),
+    [
+        (nn.Linear(4, 4), FOUR, [False, True, True, True]),
+        (GPT(layers=1, width=8, heads=2, kv_heads=1, hidden=8), TOKENS, [False, True, True, True]),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), FOUR, [False] * 4),
+        (followed(), FOUR, [False] * 4),
+        (Counting(4, 4), FOUR, [False] * 4),
+        (nn.Embedding(4, 4, max_norm=0.1), TOKENS, [False] * 4),
+        (Bounded(4, 4), FOUR, [False, True, False, False]),
+    ],
+    ids=["linear", "tied", "buffers", "frozen", "extra", "max_norm", "bounded"],
+)
+def test_a_state_that_more_than_the_optimizer_changes_is_not_copied_late(
+    model: nn.Module, given: torch.Tensor, known: list[bool]
+) -> None:
+    assert watched(model, given) == known
+    assert watched(nn.Linear(4, 4), FOUR, device="cpu") == [False] * 4
