@@ -17,10 +17,12 @@ from raydist.launch import (
     run_storage,
     warm_server,
 )
+from raydist.launch.deputies import Deputies
 from raydist.launch.gangs import OneOfMany
 from raydist.launch.model_check import ModelCheck
 from raydist.launch.payload import RemoteCall
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.deputy import Duty
 from raydist.recovery.attempts import Attempts, explained, settled
 from raydist.reporting import result
 from raydist.reporting.page_files import last_page
@@ -119,7 +121,8 @@ def run_job(
                         pages=last_page(folder),
                     )
                 )
-                attempt = attempt_job(trackers.for_ranks(), call, events, connection, many)
+                duty = trackers.duty()
+                attempt = attempt_job(trackers.for_ranks(), call, events, connection, many, duty)
             except Exception as error:  # Ray's errors too: whatever happens, there is a result
                 attempt = Attempt(error=as_raydist_error(error))
             outcome: Result[Any] = result.make_result(folder, attempt, figures)
@@ -137,10 +140,12 @@ def attempt_job(
     events: Events,
     connection: ExitStack,
     many: OneOfMany | None = None,
+    duty: Duty | None = None,
 ) -> Attempt:
     """Connect, then place and attempt the job until the run is over.
 
     Nearly always one placement is enough. `connection`: disconnects from Ray when it is closed.
+    `duty`: what the nodes tell if this machine is lost; None: nothing.
     """
     backends.check_installed(job.backend.name, job.script)
     run_storage.reserve_run(job)
@@ -153,7 +158,8 @@ def attempt_job(
     warm_server.prepare(job)  # while Ray answers
     connection.enter_context(connect.connect(job, events))
     check.refuse()
-    attempts, turn = Attempts(job, call, events), turn_of(job, events)
+    deputies = Deputies(duty, events) if duty else None
+    attempts, turn = Attempts(job, call, events, deputies), turn_of(job, events)
     while attempts.outcome is None:
         attempt_placed(job, events, attempts, turn, many)
     return attempts.concluded()

@@ -298,6 +298,17 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
         )
 
 
+def raylets() -> dict[str, tuple[str, int]]:
+    """Return address and port of the raylet of each node that is alive, by the node's id."""
+    import ray
+
+    return {
+        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
 def reachable(node_ids: Collection[str]) -> set[str]:
     """Return those of these nodes that accept connections at the port of their raylets."""
     import ray

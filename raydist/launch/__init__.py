@@ -7,6 +7,8 @@ rendezvous, started ranks.
                           standby node
     changes.py            Settings that a person has changed in a run, which each later attempt
                           repeats
+    deputies.py           Has the nodes of a run tell, in the driver's place, if the driver's
+                          machine is lost
     flush.py              Writes a run's last state to the disk: a whole one by any node, a sharded
                           one by all
     gangs.py              The worker groups of ended runs, for later runs of this process with equal

@@ -5,6 +5,8 @@ Data classes, and their encoding as bytes. Both ends of a wire import its types 
     agent.py              Driver and agent: open a node, run ranks, read what they report
     checkup.py            Driver and agent: the doctor's check-up of a node
     command.py            Driver and agent: commands that a person runs beside a rank
+    deputy.py             Driver, agent and deputy: what a node tells if the driver's machine is
+                          lost
     mpirun.py             Driver and agent: mpirun and its daemons
     operate.py            Command and driver: look into a run, and steer it
     profile.py            What a rank notes in the trace of its profile

@@ -20,6 +20,7 @@ and ends, and keeps their snapshots when a rank dies.
     counters.py           Byte counters and rates of this machine's network ports, from /sys under a
                           given root
     debugger_desk.py      What the debugger of a rank says, until the driver takes it
+    deputy_process.py     Starts the deputy of a run on its node, and tells it that the driver lives
     dryrun.py             Tries a rank's variables before any rank starts: the addresses of gloo and
                           NCCL
     fork_client.py        An agent's connection to the node's fork server: messages, replies, ends

@@ -7,11 +7,14 @@ import pickle
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from raydist.cluster import ray_private
-from raydist.messages.agent import Close, GetNews
-from raydist.messages.request import Answer, NodeRequest
+from raydist.messages.agent import Close, GetNews, RankNews
+from raydist.messages.deputy import Deputize, Duty
+from raydist.messages.request import Answer, NodeRequest, Request
 from raydist.node.agent import RankAgent
+from raydist.node.deputy_process import DeputyProcess
 from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.errors import LaunchError
 
@@ -37,6 +40,9 @@ class AgentHost:
         self._asked: set[int] = set()
         """The local ranks whose agents are answering GetNews."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._deputy: DeputyProcess | None = None
+        self._step = 0
+        """The newest step that a rank of this node has reported."""
 
     async def exchange(self, requests: Sequence[NodeRequest]) -> list[Answer]:
         """Pass requests to agents of this node, and return answers once there is at least one.
@@ -45,6 +51,8 @@ class AgentHost:
         newest call waits; an earlier one returns at once.
         """
         loop = asyncio.get_running_loop()
+        if self._deputy is not None:
+            self._deputy.heard(self._step)
         for request in requests:
             task = loop.create_task(self._handle(request))
             self._tasks.add(task)  # the loop holds only weak references
@@ -64,12 +72,15 @@ class AgentHost:
         agent = self._agents[local_rank]
         if isinstance(request, Close):  # an agent belongs to one run; the actor may serve another
             del self._agents[local_rank]
+            if not self._agents:
+                self._step = 0
+                self._dismiss_deputy()
         loop, late = asyncio.get_running_loop(), float("inf")
         if isinstance(request, GetNews):
             self._asked.add(local_rank)
             late = loop.time() + request.patience
         try:
-            answer = Answer(number, await agent.handle(request))
+            answer = Answer(number, await self._reply(agent, request))
         except Exception as error:
             answer = Answer(number, error=picklable(error))
         self._answers.append(answer)
@@ -80,6 +91,29 @@ class AgentHost:
             loop.call_later(HOLD_S, self._wake)
         else:
             self._wake()
+
+    async def _reply(self, agent: RankAgent, request: Request[Any]) -> Any:
+        """Return the reply to a request: that of the agent, unless the whole node is asked."""
+        if isinstance(request, Deputize):
+            return await self._deputize(request.duty)
+        reply = await agent.handle(request)
+        if isinstance(reply, RankNews):
+            self._step = max(self._step, reply.beat[0])
+        return reply
+
+    async def _deputize(self, duty: Duty) -> None:
+        """Start a deputy, then dismiss that of an earlier attempt, which knows other nodes."""
+        deputy = await asyncio.to_thread(DeputyProcess.start, duty)
+        self._dismiss_deputy()
+        self._deputy = deputy
+        deputy.heard(self._step)
+        if not self._agents:  # the run ended meanwhile
+            self._dismiss_deputy()
+
+    def _dismiss_deputy(self) -> None:
+        if self._deputy is not None:
+            self._deputy.dismiss()
+            self._deputy = None
 
     def _ask_all(self) -> None:
         """Have all other ranks reply with their news too, because one rank's news is due.

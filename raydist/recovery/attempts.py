@@ -11,6 +11,7 @@ from pathlib import Path
 from raydist.cluster.placement import Plan
 from raydist.launch import mpi, run_storage
 from raydist.launch.changes import Changes
+from raydist.launch.deputies import Deputies
 from raydist.launch.payload import RemoteCall, unpack_all
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network import variables as network_variables
@@ -36,11 +37,19 @@ SAVED_S = 10.0
 class Attempts:
     """All attempts of a run: the retry loop, which decides once what follows each attempt."""
 
-    def __init__(self, job: Job, call: RemoteCall | None, events: Events) -> None:
+    def __init__(
+        self,
+        job: Job,
+        call: RemoteCall | None,
+        events: Events,
+        deputies: Deputies | None = None,
+    ) -> None:
+        """`deputies`: who tells if this machine is lost; None if nobody."""
         self.outcome: Attempt | None = None
         """The last attempt, which contains the earlier ones; None until the run is over."""
         self._call = call
         self._events = events
+        self._deputies = deputies
         self._checkpoints = run_storage.RunCheckpoints(job)
         self._past: list[Attempt] = []
         self._elsewhere: Retry | None = None
@@ -125,7 +134,7 @@ class Attempts:
             moved = list(range(group.plan.world_size))
             self._events.add(kinds.Placed(number=retry.number, moved=moved))
             group.first_world_size = len(self._past[0].ends)
-        return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
+        return self._attempt(job, group, retry)
 
     def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
         """Retry in the same placement; on failure return the previous attempt, with the error."""
@@ -142,9 +151,15 @@ class Attempts:
             moved = group.prepare_attempt(job, retry.number, retry.cause is None, gone, keep)
             slots = {"slots": group.plan.as_event()["slots"]} if moved else {}
             self._events.add(kinds.Placed(number=retry.number, moved=moved, **slots))
-            return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
+            return self._attempt(job, group, retry)
         except RaydistError as error:
             return replace(self._past[-1], error=error)
+
+    def _attempt(self, job: Job, group: WorkerGroup, retry: Retry | None) -> Attempt:
+        """Make an attempt; its nodes know each other, so that one of them can tell for all."""
+        if self._deputies is not None:
+            self._deputies.appoint(group.plan, group.call)
+        return run_attempt(job, self._call, group, self._events, self._checkpoints, retry)
 
     def _leave(self, job: Job, group: WorkerGroup, retry: Retry) -> None:
         """Save the last state: the job will be placed again, and leaves this group.

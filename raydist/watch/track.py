@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from raydist.messages.deputy import Duty
 from raydist.recovery import policy
 from raydist.settings.config import Job, Notify, as_saved
 from raydist.settings.run_folder import run_folder
@@ -37,6 +38,8 @@ PATIENCE_S = 2.0
 """Seconds after the end of a run until the command prints for which trackers it waits."""
 READY_S = 30.0
 """Longest wait for the variables of a program, before its ranks start."""
+FAILED = "failed"
+"""The kind of message that the driver's machine is lost."""
 
 
 class Trackers(AbstractContextManager["Trackers"]):
@@ -69,6 +72,34 @@ class Trackers(AbstractContextManager["Trackers"]):
             made = {name: value for each in self._all for name, value in each.variables().items()}
             env = {name: made[name] for name in made if name not in os.environ} | env
         return dataclasses.replace(self._job, env=env, notify=Notify())
+
+    def duty(self) -> Duty | None:
+        """Return what the other machines of the run tell if this one is lost.
+
+        None if nobody wants to know, or knows of a failure from the run that this one resumes.
+        """
+        notify = self._job.notify
+        tellers = [
+            each
+            for each in self._all
+            if each.name in receivers(notify)
+            and FAILED in notify.events
+            and FAILED not in each.ledger.told
+        ]
+        if not tellers:
+            return None
+        # the secret of one receiver is none of the other's
+        settings = {"webhook": {"webhook": notify.webhook, "form": notify.form}}
+        settings["command"] = {"command": notify.command}
+        return Duty(
+            receivers={each.name: settings[each.name] for each in tellers},
+            ledgers={each.name: each.ledger.id for each in tellers},
+            run=tellers[0].run,
+            folder=str(Path(self._job.dir).absolute()),
+            cwd=os.getcwd(),
+            env={k: v for k, v in self._job.env.items() if k != env_names.NOTIFY_WEBHOOK},
+            began=time.time(),
+        )
 
     def __exit__(self, *_: object) -> None:
         began = time.monotonic()
@@ -113,6 +144,8 @@ class TrackerProcess:
         if name == "wandb":  # the only one whose client creates the ids
             ledger.id = ledger.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
             self._variables = {"WANDB_RUN_ID": ledger.id, "WANDB_RESUME": "allow"}
+        if messenger:
+            ledger.id = secrets.token_hex(4)
         if name != "mlflow":
             self._ready.set()
         ledger.write(folder, name)
@@ -128,6 +161,9 @@ class TrackerProcess:
             differs=settings_of_trial(folder),
             notify=wanted(job) if messenger else {},
         )
+        self.ledger = ledger
+        """What the process continues; its own copy may have more."""
+        self.run = f"{task.project}/{task.run}"
         self._process = start(task, job)
         self._reader = threading.Thread(target=self._read, name=f"raydist-{name}", daemon=True)
         self._reader.start()

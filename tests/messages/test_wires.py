@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from raydist.messages import agent, checkup, command, mpirun, rank, request, server, writer
+from raydist.messages import agent, checkup, command, deputy, mpirun, rank, request, server, writer
 from raydist.messages.checkup import CheckupRequest
 from raydist.messages.command import CommandRequest
 from raydist.messages.rank import Activity, Collective, Holding, ReleaseRank, StopAfter
@@ -36,6 +36,7 @@ from raydist.messages.writer import (
 from raydist.network.facts import Facts
 from raydist.network.nccl_log import Log
 from raydist.network.traffic import Ports
+from raydist.node.actor import AgentHost
 from raydist.node.agent import RankAgent
 from raydist.node.checkup import Checkup
 from raydist.node.commands import Commands
@@ -43,7 +44,7 @@ from raydist.node.mpi_agent import MpiRankAgent
 from raydist.shared.kinds import Event
 from tests.records import event
 
-WIRES = (agent, checkup, command, mpirun, rank, request, server, writer)
+WIRES = (agent, checkup, command, deputy, mpirun, rank, request, server, writer)
 SPEC = RankSpec(
     1, {"RANK": "1"}, "{}", ("a.py", "--x"), "a.py", "/", ("/lib",), "/tmp/value", None, (0, 1)
 )
@@ -129,7 +130,7 @@ def test_a_request_names_the_type_of_its_reply(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", requests(), ids=lambda kind: kind.__name__)
 def test_an_agent_answers_each_request(kind: type[Any]) -> None:
-    handlers: list[Any] = [RankAgent.handle, MpiRankAgent.handle]
+    handlers: list[Any] = [AgentHost._reply, RankAgent.handle, MpiRankAgent.handle]
     if issubclass(kind, CheckupRequest):
         handlers = [Checkup.handle]
     if issubclass(kind, CommandRequest):

@@ -42,9 +42,9 @@ WORDS = ("job=job.py", "scale=1x2", "watch.progress=lines", "hang.after_s=1")
 
 
 class Webhook:
-    """A webhook on loopback that keeps what it is told."""
+    """A webhook that keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.heard: list[dict[str, Any]] = []
         heard = self.heard
 
@@ -58,17 +58,20 @@ class Webhook:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/{SECRET}"
+        self.server = ThreadingHTTPServer((host, 0), Handler)
+        self.url = f"http://{host}:{self.server.server_port}/{SECRET}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
 
 
 @pytest.fixture
 def webhook() -> Iterator[Webhook]:
     made = Webhook()
     yield made
-    made.server.shutdown()
-    made.server.server_close()
+    made.close()
 
 
 @pytest.fixture

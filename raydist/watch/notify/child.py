@@ -71,7 +71,9 @@ class Notifier:
 
     def _tell(self, message: RunMessage) -> None:
         """Deliver a message, unless the person does not want it or has one of its kind."""
-        if message.event not in self._events or message.event in self._ledger.told:
+        # another machine has told it if it missed this one (deputy.py)
+        told = {*self._ledger.told, *Ledger.read(self._folder, self._task.name).told}
+        if message.event not in self._events or message.event in told:
             return
         # First, so that nothing is told twice if this process is killed in between.
         self._ledger.told.append(message.event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -51,8 +52,8 @@ class RunMessage:
     """When it happened, in seconds since the epoch."""
     duration_s: float
     """Seconds since the run began."""
-    goodput: float
-    """Time in training steps that counted, as a fraction of that."""
+    goodput: float | None
+    """Time in training steps that counted, as a fraction of that; None if it is not known."""
 
     @property
     def title(self) -> str:
@@ -66,7 +67,7 @@ class RunMessage:
             "what to do": self.todo,
             "page": self.page,
             "folder": f"{self.dir} on {self.host}",
-            "goodput": f"{self.goodput:.0%}",
+            "goodput": "" if self.goodput is None else f"{self.goodput:.0%}",
         }
         return [f"{name}: {value}" for name, value in rows.items() if value]
 
@@ -151,15 +152,13 @@ class Messages:
         return self._message("failed", result.t, cause, "; ".join(filter(None, advice)), page)
 
     def _resume(self) -> str:
-        return f"to continue: the same command with resume={self._about.dir}"
+        return to_continue(self._about.dir)
 
     def _message(self, event: str, t: float, cause: str, todo: str, page: str = "") -> RunMessage:
-        one_line = flat(cause)
-        short = one_line if len(one_line) <= LONGEST else f"{one_line[: LONGEST - 3]}..."
         return RunMessage(
             event=event,
             run=self._about.run,
-            cause=short,
+            cause=shortened(cause),
             todo=todo,
             host=self._about.host,
             dir=self._about.dir,
@@ -168,3 +167,51 @@ class Messages:
             duration_s=round(self._figures.wall_s, 3),
             goodput=round(self._figures.goodput, 4),
         )
+
+
+@dataclass(frozen=True)
+class LastSign:
+    """What another machine of the run knows when that of the driver is lost."""
+
+    address: str
+    """Of the driver's machine."""
+    heard: float
+    """When the driver was heard for the last time, in seconds since the epoch."""
+    step: int
+    """The newest step then; 0 if none is known."""
+    passed_s: float
+    """Seconds since the run began."""
+    teller: str
+    """The machine that tells."""
+
+
+def machine_lost(about: About, sign: LastSign) -> RunMessage:
+    """Return the message that the driver's machine does not answer."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(sign.heard))
+    step = f"the last known step is {sign.step}" if sign.step else "no step was reported before"
+    return RunMessage(
+        event="failed",
+        run=about.run,
+        cause=shortened(
+            f"the driver's machine, {about.host} ({sign.address}), has not answered {sign.teller} "
+            f"since {since} UTC; {step}"
+        ),
+        todo=f"see whether {about.host} has power and network; {to_continue(about.dir)}",
+        host=about.host,
+        dir=about.dir,
+        page="",
+        t=sign.heard,
+        duration_s=round(sign.passed_s, 3),
+        goodput=None,
+    )
+
+
+def to_continue(folder: str) -> str:
+    """Return how a person continues the run of this folder."""
+    return f"to continue: the same command with resume={folder}"
+
+
+def shortened(cause: str) -> str:
+    """Return a cause on one line of at most LONGEST characters."""
+    one_line = flat(cause)
+    return one_line if len(one_line) <= LONGEST else f"{one_line[: LONGEST - 3]}..."

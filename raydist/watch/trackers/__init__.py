@@ -80,7 +80,10 @@ class Ledger:
 
     FOLDER: ClassVar[str] = "track"
     id: str = ""
-    """The tracker's own name of the run; empty if it has none yet."""
+    """The tracker's own name of the run; empty if it has none yet.
+
+    Of a receiver of messages a random word, by which a node knows that it sees this very folder.
+    """
     newest_step: int = -1
     """The newest step that the tracker has."""
     told: list[str] = field(default_factory=list)

@@ -1,0 +1,174 @@
+"""notify.…: the driver's host is lost, and another one tells it: real hosts in namespaces."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from raydist.node.deputy_process import MODULE
+from raydist.shared import env_names
+from tests.conftest import ROOT
+from tests.leftovers import poll_until_empty
+from tests.records import read_events
+from tests.rig import Host, Rig, hosts, requires_root
+from tests.scenarios.test_notify import SECRET, Webhook
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    requires_root,
+]
+JOB = """
+import time
+import torch.distributed as dist
+import raydist
+
+def job(config, steps=100000):
+    for step in range(1, steps + 1):
+        dist.barrier()
+        raydist.report(step=step, loss=1 / step)
+        time.sleep(0.05)
+"""
+
+
+@contextmanager
+def hosts_and_webhook() -> Iterator[tuple[Rig, Webhook]]:
+    """Three hosts with Ray, and a webhook on a machine that is none of them."""
+    with hosts(3, nics=("eth0",)) as rig:
+        webhook = Webhook(rig.gateway)
+        try:
+            rig.ray_up(cpus=2, env={"PYTHONPATH": str(ROOT)})
+            yield rig, webhook
+        finally:
+            webhook.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[Rig, Webhook]]:
+    """Hosts for the tests that lose none."""
+    with hosts_and_webhook() as both:
+        yield both
+
+
+def start(rig: Rig, webhook: Webhook, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a run on all three hosts from a shell on the first."""
+    webhook.heard.clear()
+    folder.mkdir(exist_ok=True)
+    (folder / "talks.py").write_text(JOB)
+    command = ["python", "-m", "raydist.train", "job=talks.py", "scale=3x1", *words]
+    env = {"PYTHONPATH": str(ROOT), env_names.NOTIFY_WEBHOOK: webhook.url}
+    screen = (folder / "screen.txt").open("w")
+    return rig.hosts[0].popen(command, env=env, cwd=folder, stdout=screen, stderr=screen)
+
+
+def wait_for_step(run: Path, folder: Path, step: int) -> None:
+    """Return once the run in this folder has come to a step."""
+
+    def reached() -> bool:
+        path = run / "events.jsonl"
+        return path.exists() and any(each.get("step", 0) >= step for each in read_events(path))
+
+    wait_until(reached, (folder / "screen.txt").read_text, 200)
+
+
+def wait_for_more(run: Path, folder: Path) -> None:
+    """Return once the run in this folder has done 60 steps more, so that each node has seen some."""
+    steps = [each.get("step", 0) for each in read_events(run / "events.jsonl")]
+    wait_for_step(run, folder, max(steps) + 60)
+
+
+def deputies(rig: Rig) -> list[str]:
+    """Return the hosts that have a deputy, each once for each of its deputies."""
+    return [
+        host.name
+        for host in rig.hosts
+        if host.space.alive
+        for line in host.processes().values()
+        if MODULE in line
+    ]
+
+
+def assert_hidden(others: list[Host]) -> None:
+    """The webhook is in no command line, no environment and no log of these hosts."""
+    for host in others:
+        for pid in host.processes():
+            for name in ("cmdline", "environ"):
+                with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                    assert SECRET.encode() not in (host.root / f"proc/{pid}/{name}").read_bytes()
+        logs = [path for path in host.folder.glob("tmp/ray/session_*/logs/**/*") if path.is_file()]
+        assert logs
+        assert [path for path in logs if SECRET.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize("storage", ["common", "own"])
+def test_the_loss_of_the_drivers_host_is_told_once_by_another(storage: str, tmp_path: Path) -> None:
+    """`common`: the cable is pulled, and a file in the run folder decides who tells. `own`: the power
+    is cut, and the run folder was on the disk of this host. It also was Ray's head."""
+    with hosts_and_webhook() as (rig, webhook):
+        lost, *others = rig.hosts
+        run = tmp_path / "run" if storage == "common" else Path("/run/mine")  # a tmpfs of each host
+        start(rig, webhook, tmp_path, f"hydra.run.dir={run}")
+        here = run if storage == "common" else lost.root / "run/mine"
+        wait_for_step(here, tmp_path, 1)
+        wait_until(lambda: deputies(rig) == ["host1", "host2"], lambda: str(deputies(rig)), 60)
+        wait_for_more(here, tmp_path)
+        assert_hidden(others)
+        if storage == "common":
+            rig.cut(lost)
+        else:
+            lost.kill()
+        wait_until(lambda: webhook.heard, "a message", 300)
+        wait_until(lambda: not deputies(rig), lambda: str(deputies(rig)), 120)
+        (told,) = webhook.heard
+        assert (told["event"], told["host"], told["dir"]) == ("failed", "host0", str(run))
+        assert f"host0 ({lost.address()}), has not answered host" in told["cause"]
+        assert int(told["cause"].rpartition("the last known step is ")[2]) > 0
+        assert f"resume={run}" in told["todo"]
+        assert_hidden(others)
+
+
+def test_a_run_that_ends_tells_that_only_and_leaves_no_process(
+    shared: tuple[Rig, Webhook], tmp_path: Path
+) -> None:
+    rig, webhook = shared
+    run = start(rig, webhook, tmp_path, f"hydra.run.dir={tmp_path}/run", "job.args.steps=200")
+    wait_for_step(tmp_path / "run", tmp_path, 40)
+    wait_until(lambda: deputies(rig) == ["host1", "host2"], lambda: str(deputies(rig)), 60)
+    assert run.wait(200) == 0, (tmp_path / "screen.txt").read_text()
+    assert poll_until_empty(lambda: deputies(rig), 10) == []
+    assert [told["event"] for told in webhook.heard] == ["finished"]
+
+
+def test_the_death_of_the_driver_alone_is_told_by_its_own_host(
+    shared: tuple[Rig, Webhook], tmp_path: Path
+) -> None:
+    rig, webhook = shared
+    run = start(rig, webhook, tmp_path, f"hydra.run.dir={tmp_path}/run")
+    wait_for_step(tmp_path / "run", tmp_path, 40)
+    wait_until(lambda: deputies(rig) == ["host1", "host2"], lambda: str(deputies(rig)), 60)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: webhook.heard, "a message", 120)
+    assert poll_until_empty(lambda: deputies(rig), 60) == []
+    (told,) = webhook.heard
+    assert told["cause"].startswith("the driver ended without a result")
+
+
+def test_nobody_watches_for_a_run_whose_failure_nobody_wants_to_know(
+    shared: tuple[Rig, Webhook], tmp_path: Path
+) -> None:
+    rig, webhook = shared
+    words = ("job.args.steps=100", "notify.events=[finished]")
+    run = start(rig, webhook, tmp_path, f"hydra.run.dir={tmp_path}/run", *words)
+    wait_for_step(tmp_path / "run", tmp_path, 60)
+    assert deputies(rig) == []
+    assert run.wait(200) == 0, (tmp_path / "screen.txt").read_text()
+    assert [told["event"] for told in webhook.heard] == ["finished"]
