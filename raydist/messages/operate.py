@@ -133,14 +133,22 @@ class CommandEnded(OperateMessage):
 
 @dataclass(frozen=True)
 class Debug(OperateMessage):
-    """Begin a session of pdb in this rank; reply with DebuggerState … until it is over."""
+    """Begin a session of pdb in this rank; reply with DebuggerState … until it is over.
+
+    With `by_editor` the first DebuggerState says that an editor can debug it, and the session
+    begins with the first TypedLine.
+    """
 
     rank: int
+    by_editor: bool = False
 
 
 @dataclass(frozen=True)
 class TypedLine(OperateMessage):
-    """A line for the debugger; from the command to the driver."""
+    """A line for the debugger, or text of the editor; from the command to the driver.
+
+    "": the editor has left.
+    """
 
     line: str
 

@@ -185,6 +185,7 @@ class HeldAt(RankReply):
     """The rank waits in the debugger, at this line."""
 
     file: str
+    """Empty: an editor debugs it, which says nothing about where it is."""
     line: int
 
 
@@ -210,11 +211,31 @@ class AttachDebugger(Request[None], RankMessage):
     after: int = 0
     """The number of collectives that it begins first, if it does so within seconds: the others may
     wait for it in these with the old timeout."""
+    by_editor: bool = False
+    """Whether an editor debugs it, by debugpy, which it has loaded; otherwise pdb."""
+
+
+@dataclass(frozen=True)
+class PrepareEditor(Request[str], RankMessage):
+    """Load debugpy; reply why no editor can debug the rank, or "".
+
+    The agent forwards the message to the rank.
+    """
+
+
+@dataclass(frozen=True)
+class EditorPrepared(RankReply):
+    """The reply to PrepareEditor."""
+
+    why_not: str
 
 
 @dataclass(frozen=True)
 class TellDebugger(Request[None], RankMessage):
-    """A line for the debugger. The agent forwards the message to the rank."""
+    """A line for the debugger, or text of the editor ("": it has left).
+
+    The agent forwards the message to the rank.
+    """
 
     line: str
 

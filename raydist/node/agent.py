@@ -53,6 +53,7 @@ from raydist.messages.rank import (
     HoldTimeouts,
     LetGoTimeouts,
     Meet,
+    PrepareEditor,
     PrepareProfile,
     ProfileNow,
     ReleaseFromAction,
@@ -152,6 +153,8 @@ class RankAgent:
                 return await self._started().hold(request)
             case PrepareProfile():
                 return await self._running().channel.prepare_profile(request)
+            case PrepareEditor():
+                return await self._running().channel.prepare_editor(request)
             case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction() | Meet():
                 return self._process.channel.tell(request) if self._process is not None else None
             case HoldTimeouts():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from raydist.messages.rank import (
     Activity,
     DebuggerSays,
+    EditorPrepared,
     HeldAt,
     HoldForAction,
     Holding,
@@ -17,6 +18,7 @@ from raydist.messages.rank import (
     HoldTimeouts,
     ParkRank,
     ParkReply,
+    PrepareEditor,
     PrepareProfile,
     ProfilePrepared,
     RankMessage,
@@ -85,6 +87,12 @@ class RankChannel:
         self.tell(request)
         return await self._preparing
 
+    async def prepare_editor(self, request: PrepareEditor) -> str:
+        """Have the rank load debugpy; return why no editor can debug it, empty if one can."""
+        prepared = self.debugger.expect_editor()
+        self.tell(request)
+        return await prepared
+
     async def hold_timeouts(self, request: HoldTimeouts) -> int:
         """Have the rank raise the timeouts of its groups; return the collectives begun so far."""
         raised: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -110,6 +118,7 @@ class RankChannel:
             self._note_hold(LaunchError("the rank has ended"))
         while self._raising:
             self._note_raised(0)
+        self.debugger.note(EditorPrepared("it has ended"))
         self.debugger.note(WentOn())
 
     def _note_connection(self, to_rank: asyncio.StreamWriter) -> None:
@@ -126,7 +135,7 @@ class RankChannel:
             self._note_preparing(message.why_not)
         elif isinstance(message, TimeoutsHeld) and self._raising:
             self._note_raised(message.begun)
-        elif isinstance(message, HeldAt | DebuggerSays | WentOn):
+        elif isinstance(message, HeldAt | DebuggerSays | WentOn | EditorPrepared):
             self.debugger.note(message)
 
     def _note_parking(self, why_not: str) -> None:

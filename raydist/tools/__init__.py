@@ -17,6 +17,8 @@ Each takes the same overrides as `python -m raydist.train`.
     doctor_report.py      The doctor's report: a table of nodes and checks, findings with fixes, a
                           verdict
     doctor_rounds.py      The doctor's checks in order; each sends one request to all nodes at once
+    editor_port.py        Where an editor on this machine connects to debug a rank: on 127.0.0.1,
+                          once
     exec.py               The command `raydist exec`: run a command where a rank of a run runs
     horovod.py            `raydist horovod`: `build` builds Horovod for the installed torch, `check`
                           tests it

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -12,13 +14,23 @@ from collections.abc import Sequence
 from raydist.messages.operate import Debug, DebuggerState, ListRanks, RankTable, TypedLine
 from raydist.shared.errors import ConfigError
 from raydist.shared.signals import stoppable
-from raydist.tools.command_line import run_tool
+from raydist.tools.command_line import number, run_tool
+from raydist.tools.editor_port import (
+    PORT,
+    launch_json,
+    listen_for_editor,
+    pass_both_ways,
+    wait_for_editor,
+)
 from raydist.tools.running import Link, connected_run, receive, run_and_ranks, run_parser
 
 DESCRIPTION = """\
 Begins a session of pdb in the main thread of a rank, at its next line of Python, or where a
 breakpoint() waits. `continue`, `quit` and Ctrl-D leave the rank, and it continues; nothing ends it.
 The others wait for it in their next collective, as long as that may take.
+
+    raydist debug rank=1
+    raydist debug rank=1 --vscode      VS Code debugs it, by debugpy
 """
 
 
@@ -29,16 +41,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = run_parser(
             "debug", DESCRIPTION, "; rank=1 (default: the only rank that waits at a breakpoint())"
         )
+        parser.add_argument(
+            "--vscode", action="store_true", help="wait for an editor, which needs debugpy there"
+        )
+        parser.add_argument(
+            "--port", default=str(PORT), help=f"with --vscode: of 127.0.0.1 (default: {PORT})"
+        )
         arguments = parser.parse(sys.argv[1:] if argv is None else argv)
         place, ranks = run_and_ranks("raydist debug", arguments.overrides)
         if len(ranks) > 1:
             raise ConfigError.of("rank", ranks, "one rank at a time", f"rank={ranks[0]}")
+        if arguments.vscode:
+            return debug_in_editor(arguments, place, ranks)
         with stoppable(), connected_run(place, arguments) as link:
             link.send(Debug(ranks[0] if ranks else waiting_rank(link)))
             threading.Thread(target=pass_lines, args=(link,), daemon=True).start()
             return show_session(link)
 
     return run_tool(debug)
+
+
+def debug_in_editor(arguments: argparse.Namespace, place: str, ranks: list[int]) -> int:
+    """Wait for an editor, and pass on what it and debugpy send until it leaves."""
+    if arguments.job:
+        raise ConfigError(
+            "raydist debug: an editor needs more than the dashboard's port; type it without --job "
+            "on a host of the cluster, such as its head (ray attach cluster.yaml)"
+        )
+    port = int(number("--port", arguments.port, 0, 65535, whole=True))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen_for_editor(port))
+        stack.enter_context(stoppable())
+        link = stack.enter_context(connected_run(place, arguments))
+        rank = ranks[0] if ranks else waiting_rank(link)
+        link.send(Debug(rank, by_editor=True))
+        receive(link, DebuggerState)
+        print(launch_json(rank, listener.getsockname()[1]))
+        print("waiting for VS Code: put this into launch.json, and begin to debug", flush=True)
+        editor = stack.enter_context(wait_for_editor(listener, link))
+        listener.close()
+        print(f"an editor debugs rank {rank}; Ctrl-C ends its session", flush=True)
+        pass_both_ways(editor, link)
+        print("the rank continues")
+    return 0
 
 
 def waiting_rank(link: Link) -> int:

@@ -11,6 +11,8 @@ a heartbeat, saves states. Never imports Ray.
                           too
     debugger.py           pdb in a rank, over its channel: breakpoint() waits for a person, who may
                           enter
+    editor.py             An editor's session in a rank, by debugpy; its text takes the rank's
+                          channel
     garbage.py            Python's garbage collector in a training: its pauses, and common
                           collections
     groups.py             Process groups with the timeout of the default group, and long waits in

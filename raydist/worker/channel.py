@@ -22,6 +22,7 @@ from raydist.messages.rank import (
     AttachDebugger,
     DetachDebugger,
     DoAfter,
+    EditorPrepared,
     GoOn,
     HoldForAction,
     Holding,
@@ -31,6 +32,7 @@ from raydist.messages.rank import (
     Meet,
     ParkRank,
     ParkReply,
+    PrepareEditor,
     PrepareProfile,
     ProfileNow,
     ProfilePrepared,
@@ -68,6 +70,7 @@ STALL_S = 2.0
 wait until the agent reads again."""
 QUEUED = 50_000
 """Maximum number of events that wait for such an agent; the oldest are dropped first."""
+DEBUGGED = PHASES.index("debugger")
 AT_ONCE = 1000
 """Maximum number of events in one piece."""
 
@@ -112,6 +115,9 @@ class Channel:
 
         `phase`: an index in PHASES.
         """
+        # An editor's session is on while the rank goes on, and may stop it at any line.
+        if read_beat(self._page)[1] == PHASES[DEBUGGED]:
+            phase = DEBUGGED
         write_beat(self._page, step, phase, time.time())
 
     def note_compute_time(self, steps: int, compute_s: float, step_s: float) -> None:
@@ -217,6 +223,8 @@ class Channel:
                 self.reply(TimeoutsHeld(self.timeouts.hold(reason)))
             case LetGoTimeouts(reason):
                 self.timeouts.let_go(reason)
+            case PrepareEditor() if self.debugger is not None:
+                self.debugger.prepare_editor(lambda why: self.reply(EditorPrepared(why)))
             case AttachDebugger() | TellDebugger() | DetachDebugger() if self.debugger is not None:
                 self._debug(self.debugger, message)
             case Meet() | ParkRank() | GoOn() if current.in_place is not None:
@@ -230,8 +238,8 @@ class Channel:
         self, debugger: Debugger, message: AttachDebugger | TellDebugger | DetachDebugger
     ) -> None:
         match message:
-            case AttachDebugger(after):
-                debugger.attach(after)
+            case AttachDebugger(after, by_editor):
+                debugger.attach(after, by_editor)
             case TellDebugger(line):
                 debugger.take(line)
             case DetachDebugger():
@@ -244,10 +252,11 @@ class Channel:
         A rank without a heartbeat, such as that of a script, has none afterwards either.
         """
         step, phase, at = read_beat(self._page)
-        self.beat(step, PHASES.index("debugger"))
+        write_beat(self._page, step, DEBUGGED, time.time())
         try:
             yield
         finally:
+            step, _, _ = read_beat(self._page)
             index = PHASES.index(phase) if at else 0
             write_beat(self._page, step, index, time.time() if at else 0.0)
 

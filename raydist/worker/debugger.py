@@ -21,6 +21,8 @@ from typing import Any, Protocol
 from raydist.messages.rank import DebuggerSays, HeldAt, RankReply, WentOn
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
+from raydist.worker import editor
+from raydist.worker.editor import EditorSession
 from raydist.worker.heartbeat import STACKS_SIGNAL
 from raydist.worker.timeouts import collectives_begun
 
@@ -67,6 +69,10 @@ class Debugger:
         """Whether the driver was told that the rank waits."""
         self.post_mortem = False
         """Whether to wait at an exception that ends the program (`watch.post_mortem`)."""
+        self._raised = False
+        """Whether it waits at such an exception."""
+        self._editor: EditorSession | None = None
+        """The last session of an editor, which takes the place of pdb."""
 
     def install(self) -> None:
         """Have breakpoint() wait for a person, and make it possible to enter. In the main thread.
@@ -76,12 +82,30 @@ class Debugger:
         signal.signal(DEBUG_SIGNAL, self._on_signal)
         signal.siginterrupt(DEBUG_SIGNAL, False)
         sys.breakpointhook = self._on_breakpoint
+        # A forked DataLoader worker has none of debugpy's threads, and would wait for them.
+        os.register_at_fork(after_in_child=self._end_tracing)
 
-    def attach(self, after: int = 0) -> None:
+    @property
+    def editor(self) -> EditorSession | None:
+        """The session of an editor, until it is over."""
+        session = self._editor
+        return None if session is None or session.over else session
+
+    def prepare_editor(self, reply: Callable[[str], None]) -> None:
+        """Load what an editor needs, in a thread: the training continues meanwhile.
+
+        `reply`: is called with the reason why no editor can debug this rank, or "".
+        """
+        why = f"it waits at an exception; type raydist debug rank={self._rank}, without --vscode"
+        editor.start_thread(lambda: reply(why if self._raised else editor.load_debugpy()))
+
+    def attach(self, after: int = 0, by_editor: bool = False) -> None:
         """Begin a session for a person: where the rank waits, or at its next line of Python.
 
-        `after`: as in AttachDebugger.
+        `after`, `by_editor`: as in AttachDebugger.
         """
+        made = EditorSession(self.write, self._wire.hold_beat, self._leave_editor)
+        self._editor = made if by_editor else None
         self._after, self._until = after, time.monotonic() + BEHIND_S
         while not self._lines.empty():  # of an earlier session
             self._lines.get()
@@ -96,23 +120,47 @@ class Debugger:
             signal.pthread_kill(main, DEBUG_SIGNAL)
 
     def take(self, line: str) -> None:
-        """Take a line of the person."""
-        self._lines.put(line)
+        """Take a line of the person, or text of the editor."""
+        if (session := self.editor) is not None:
+            session.take(line)
+        else:
+            self._lines.put(line)
 
     def detach(self) -> None:
         """The person has left: the rank continues."""
         self._attached.clear()
         self._lines.put(None)
+        if (session := self.editor) is not None:
+            session.leave()
+
+    def _leave_editor(self) -> None:
+        """Continue without the editor."""
+        self._attached.clear()  # the signal must begin no session
+        self._lines.put(None)
+        self._enter_later()
+        self.end()
+
+    def _enter_later(self) -> None:
+        """Send the main thread the signal once no thread is in a session."""
+        if self._turn.locked():
+            editor.start_timer(LATER_S, self._enter_later)
+        else:
+            self._enter()
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
+        if self.editor is None:
+            self._end_tracing()
         if frame is None or not self._attached.is_set():  # the person has gone meanwhile
             return
         if in_own_code(frame) or self._is_behind():
-            later = threading.Timer(LATER_S, self._enter)
-            later.daemon = True
-            later.start()
+            editor.start_timer(LATER_S, self._enter)
         else:
             self._hold(frame)
+
+    def _end_tracing(self) -> None:
+        """Have debugpy leave this thread: the session is over, or this is a fork of the rank."""
+        with contextlib.suppress(Exception):  # must not become an error of the program
+            editor.stop_tracing()
 
     def _is_behind(self) -> bool:
         return time.monotonic() < self._until and collectives_begun() < self._after
@@ -123,7 +171,10 @@ class Debugger:
         chosen = os.environ.get("PYTHONBREAKPOINT", "")
         if os.getpid() != self._pid or (chosen and not chosen.startswith(RAYS)):
             return sys.__breakpointhook__(*args, **options)
-        self._hold(sys._getframe(1))
+        if (session := self.editor) is not None and session.begun:
+            session.stop_at(sys._getframe(1))
+            return None
+        self._hold(sys._getframe(1), at_breakpoint=True)
         return None
 
     def examine(self, error: Exception) -> None:
@@ -132,12 +183,33 @@ class Debugger:
         if self.post_mortem and frames is not None:
             with self._in_turn() as free:
                 if free:
+                    self._raised = True
                     Session(self).examine(error, frames)
 
-    def _hold(self, frame: FrameType) -> None:
+    def _hold(self, frame: FrameType, at_breakpoint: bool = False) -> None:
         with self._in_turn() as free:
-            if free:
+            if free and self.editor is not None and self._attached.is_set():
+                self.begin_editor(frame if at_breakpoint else None)
+            elif free:
                 Session(self).begin(frame)
+
+    def begin_editor(self, stop_at: FrameType | None = None) -> None:
+        """Hand this thread over to the editor. `stop_at`: a frame in which to stop at once.
+
+        An error of debugpy must not become one of the program.
+        """
+        session = self.editor
+        try:
+            if session is not None:
+                self._wire.reply(HeldAt("", 0))
+                session.begin()
+                if stop_at is not None:
+                    session.stop_at(stop_at)
+        except Exception as error:
+            text = f"no editor can debug this rank: {type(error).__name__}: {error}"
+            self._wire.emit(kinds.Warning(rank=self._rank, text=text))
+            if session is not None:
+                session.leave()
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[bool]:
@@ -248,8 +320,15 @@ class Session(pdb.Pdb):
             return
         self._stopped = True
         with self._debugger.held(frame, frame.f_lineno):
-            super().interaction(frame, *error)
-        if self._over:
+            by_editor = self._debugger.editor is not None
+            if by_editor:
+                self.do_quit("")
+            else:
+                super().interaction(frame, *error)
+        if by_editor:
+            self._debugger.release()
+            self._debugger.begin_editor(frame)
+        elif self._over:
             self._debugger.end()
 
     def get_stack(self, f: Any, t: Any) -> tuple[list[tuple[FrameType, int]], int]:

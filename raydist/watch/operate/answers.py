@@ -83,7 +83,7 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
             run_for_ranks(run.group, run.events, chosen, request, connection)
         case Debug(rank):
             chosen_ranks(run, [rank])
-            debug(run.group, run.events, rank, connection)
+            debug(run.group, run.events, request, connection)
         case MakeProfile(ranks):
             chosen_ranks(run, ranks)
             make_profile(run.group, run.events, request, connection)
