@@ -318,7 +318,15 @@ def resolve(
     env = {**os.environ, "UV_PYTHON_DOWNLOADS": "never", "UV_CACHE_DIR": str(cache)}
     env["TMPDIR"] = str(cache)  # uv leaves the locks of its builds there
     env |= {"SSL_CERT_FILE": certificates} if certificates else {}
-    command = [UV, "pip", "compile", "--no-config", "--all-extras", "--python-version", python]
+    command: list[str | Path] = [
+        UV,
+        "pip",
+        "compile",
+        "--no-config",
+        "--all-extras",
+        "--python-version",
+        python,
+    ]
     command += ["--python-platform", "x86_64-manylinux_2_28", *index, project]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
