@@ -267,6 +267,14 @@ class GetNativeStack(Request["NativeStack | None"]):
 
 
 @dataclass(frozen=True)
+class AskNccl(Request[str]):
+    """Ask the RAS of a rank's NCCL about all communicators; the reply is its answer.
+
+    It is empty if none answers within seconds.
+    """
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """What an agent knows about its running rank without asking it."""
 

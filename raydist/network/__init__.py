@@ -24,6 +24,8 @@ reason, and findings, each with a fix. It reads no files and starts no processes
                           on
     nccl_log.py           NCCL's log -> the transport between each pair of ranks, and why none
                           better was used
+    ras.py                NCCL's RAS: the variable with its address, and its answer about a hang ->
+                          lines of text
     rdma.py               (settings, facts of one node) -> its interface, HCAs, and their variables
                           with reasons
     traffic.py            Port counters before and after a run, and NCCL's logs -> the network that

@@ -16,6 +16,9 @@ CACHE_FOLDER = "<your cache on the node>"
 Variables with it are left out if the agent has no safe folder (node.cache_folder).
 """
 
+RAS_PORT = "<a free port of the node>"
+"""Placeholder like RANK_FOLDER, for the port at which NCCL's RAS answers the rank's agent."""
+
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 """Thresholds in bytes of glibc's malloc.
 

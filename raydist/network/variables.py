@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from raydist.cluster.placement import Plan, Slot
-from raydist.network import binding, levers, rdma
+from raydist.network import binding, levers, ras, rdma
 from raydist.network import horovod as network_horovod
 from raydist.network import mpi as network_mpi
 from raydist.network.facts import Facts, version_numbers
@@ -145,6 +145,7 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
         *rdma.device_settings(job, node, len(plan.nodes)),
         *mig_variables(plan, facts, lead),
         *mpi_network(job, node),
+        *ras.ras_variables(job, plan, node),
     ]
     yield from (unless_set(var, node) for var in chosen)
 

@@ -71,6 +71,7 @@ and ends, and keeps their snapshots when a rank dies.
                           an error
     rank_spec.py          The driver's request for a rank -> the complete spec of its process, on
                           its node
+    ras_client.py         Asks the RAS of a rank's NCCL which ranks lag, and keeps a port for it
     recorded_end.py       How a rank ended, and the newest state, of a run whose agents do not
                           answer
     rendezvous.py         The rendezvous TCPStore, on the training address, in a process that

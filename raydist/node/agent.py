@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from raydist.cluster import ray_private
 from raydist.messages.agent import (
+    AskNccl,
     Close,
     Examine,
     FindUnreachablePaths,
@@ -147,6 +148,8 @@ class RankAgent:
                 return await self._process.examine(quick) if self._process is not None else None
             case GetNativeStack():
                 return await self._process.native_stack() if self._process is not None else None
+            case AskNccl():
+                return await self._process.ask_nccl() if self._process is not None else ""
             case HoldRank():
                 return (await self._started().hold(request)).step
             case HoldForAction():

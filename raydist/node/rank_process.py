@@ -41,6 +41,7 @@ from raydist.node.processes import (
 )
 from raydist.node.rank_channel import RankChannel
 from raydist.node.rank_reports import RankReports
+from raydist.node.ras_client import RasPort, ask_ras
 from raydist.node.writer import Writer
 from raydist.shared.errors import LaunchError
 from raydist.worker.heartbeat import STACKS_SIGNAL, heartbeat_page
@@ -89,7 +90,9 @@ async def fork_process(
     `descriptors`: further ones, for the rank. Raises OSError if the server can't fork.
     """
     beat = heartbeat_page()
-    reports = RankReports(Path(spec.value).parent, request, beat)
+    port = RasPort(spec.env)
+    spec = replace(spec, env=port.env)
+    reports = RankReports(Path(spec.value).parent, request, beat, port)
     agent_end, rank_end = socket.socketpair()
     log = os.open(f"{reports.base}.log", os.O_WRONLY | os.O_APPEND)
     try:
@@ -167,6 +170,7 @@ class RankProcess:
         self.channel.reading.cancel()
         self._watching.cancel()
         self.reports.xids.close()
+        self.reports.ras_port.close()
         self.commands.end()
 
     async def news(self, patience: float) -> RankNews:
@@ -258,6 +262,10 @@ class RankProcess:
     async def native_stack(self) -> NativeStack | None:
         """Return what py-spy says about the rank; None if it has ended."""
         return await native_stack.read(self.pid) if self.running else None
+
+    async def ask_nccl(self) -> str:
+        """Return what the RAS of its NCCL says of all communicators; empty: nothing."""
+        return await ask_ras(self.commands.env) if self.running else ""
 
     async def hold(self, request: HoldRank | HoldForAction) -> Holding:
         """Ask the rank to pause after its current step, and return that step.

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raydist.messages.agent import RankEnd, RankNews, RankStatus, StartRank
+from raydist.network import ras
 from raydist.node import nccl_output
 from raydist.node.nccl_output import NcclLog
 from raydist.node.output_file import OutputFile
 from raydist.node.processes import recorded_error
+from raydist.node.ras_client import RasPort
 from raydist.node.xid_watch import XidWatch
 from raydist.shared import kinds
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat, read_compute_time, read_pauses
@@ -32,9 +34,13 @@ AT_ONCE = ("raised", "joined", "left", "held", "released", "meet_request", "save
 class RankReports:
     """What one start of a rank reports, until the driver has got it."""
 
-    def __init__(self, folder: Path, request: StartRank, beat: int) -> None:
-        """Remove what an earlier start has left. `beat`: the descriptor of the rank's heartbeat."""
+    def __init__(self, folder: Path, request: StartRank, beat: int, port: RasPort) -> None:
+        """Remove what an earlier start has left. `beat`: the descriptor of the rank's heartbeat.
+
+        `port`: of its NCCL's RAS.
+        """
         self.rank = request.rank
+        self.ras_port = port
         self._env = request.env
         self.base = folder / f"rank-{request.rank}"
         """The path of the rank's files without their endings."""
@@ -54,8 +60,13 @@ class RankReports:
         self.xids = XidWatch(self._warn)
 
     def begin(self, request: StartRank) -> dict[str, str]:
-        """Begin the next attempt of the same process; return the variables that differ."""
-        changed = {k: v for k, v in request.env.items() if self._env.get(k) != v}
+        """Begin the next attempt of the same process; return the variables that differ.
+
+        NCCL has read the address of its RAS already.
+        """
+        changed = {
+            k: v for k, v in request.env.items() if self._env.get(k) != v and k != ras.ADDRESS
+        }
         self._env = request.env
         return changed
 

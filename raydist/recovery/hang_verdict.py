@@ -13,6 +13,8 @@ from raydist.shared.rank_names import rank_ranges
 IDLE = 0.2
 """CPUs in use below which a process counts as waiting: threads of gloo and Horovod wake up often
 while they wait."""
+STOPPED = ("T", "t")
+"""The states of a process that a signal or a debugger has stopped."""
 DISTRIBUTED = re.compile(r"/torch/distributed/|/horovod/")
 LOGGER = re.compile(r"/torch/distributed/c10d_logger\.py")
 """The wrapper around torch's collectives."""
@@ -207,7 +209,7 @@ def _stopped(ranks: Sequence[RankState]) -> Diagnosis | None:
 
     A rank under a debugger is not certain to hang: it will continue.
     """
-    held = [rank for rank in ranks if rank.state in ("T", "t")]
+    held = [rank for rank in ranks if rank.state in STOPPED]
     if not held:
         return None
     traced = [rank for rank in held if rank.state == "t"]

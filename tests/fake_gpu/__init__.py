@@ -11,6 +11,7 @@ raydist's reading of GPUs. What is not:
 |---|---|
 | `cuda.c` | libcudart and libcuda: memory of a device is memory of the host, a stream is a queue |
 | `nccl.c` | libnccl: collectives on that memory, between processes of one machine, over Unix sockets |
+| `ras.c` | its RAS: a thread that answers on a local port what all ranks have launched |
 | `nvml.c` | libnvidia-ml: readings and Xids from files that the test writes |
 | `kernels.py` | the kernels: torch's own ones of the CPU, called on the same memory |
 | `missing.c` | made by `build()`: what else torch is linked with; such a call is an error |
@@ -94,7 +95,7 @@ class FakeGpus:
 
         hold-copies: copies wait. slow-copies: each one to page-locked memory of more than a number
         takes 50 ms. hold-nccl: collectives wait. nccl-error: NCCL reports an error. no-events: NVML
-        lets nobody register for events.
+        lets nobody register for events. ras-text: NCCL's RAS gives no JSON, as before 2.28.
         """
         path = self.folder / (name if rank is None else f"{name}.{rank}")
         path.touch() if on else path.unlink()
@@ -108,7 +109,8 @@ class FakeGpus:
         """Make all GPUs whole again, and take back what was asked."""
         self.gpus = [Gpu()] * len(self.gpus)
         self._write()
-        for name in ("hold-copies", "slow-copies", "hold-nccl", "nccl-error", "no-events"):
+        asked = ("hold-copies", "slow-copies", "hold-nccl", "nccl-error", "no-events", "ras-")
+        for name in asked:
             for path in self.folder.glob(f"{name}*"):
                 path.unlink()
 
@@ -149,7 +151,7 @@ def build(into: Path) -> Path:
     ours = {name for name in names if name.startswith("nccl")}
     cuda = into / runtime
     library(cuda, [HERE / "cuda.c"], names - ours, 801)  # cudaErrorNotSupported
-    library(into / nccl, [HERE / "nccl.c", cuda], ours, 5)  # ncclInvalidUsage
+    library(into / nccl, [HERE / "nccl.c", HERE / "ras.c", cuda], ours, 5)  # ncclInvalidUsage
     library(into / "libnvidia-ml.so.1", [HERE / "nvml.c"])
     library(into / "libcuda.so.1", [cuda])  # the driver's calls are in cuda.c
     shutil.copy(HERE / "kernels.py", into / "fake_gpu_kernels.py")

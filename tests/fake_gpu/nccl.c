@@ -25,6 +25,10 @@ void fake_enqueue(cudaStream_t stream, int later, void (*run)(void *), void *arg
 enum { STREAM, CONTROL };
 #define RANKS 64
 
+struct fake_ras *fake_ras_join(const char *comm, int rank, int ranks, int device);
+void fake_ras_count(struct fake_ras *ras, int kind);
+void fake_ras_leave(struct fake_ras *ras);
+
 struct ncclComm {
     char id[100];
     int rank, ranks, device, splits;
@@ -33,6 +37,7 @@ struct ncclComm {
     volatile long launched, turn; /* calls run in the order of their launch, whatever their stream */
     volatile ncclResult_t state;
     struct ncclComm *parent; /* of a split: until it is ready */
+    struct fake_ras *ras;
     int color, key;
 };
 
@@ -185,6 +190,7 @@ static void *start(void *arg) {
     for (int i = 0; c->ranks > 1 && i < 2; i++)
         note("INFO", "Channel %02d/0 : %d[%d] -> %d[%d] via P2P/IPC", i, c->rank, c->rank,
              (c->rank + 1) % c->ranks, (c->rank + 1) % c->ranks);
+    c->ras = fake_ras_join(c->id, c->rank, c->ranks, c->device);
     c->state = ncclSuccess;
     return NULL;
 }
@@ -244,6 +250,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t c) {
 
 /* Its few bytes stay: threads of torch may still ask for its state. */
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
+    fake_ras_leave(c->ras);
     ncclCommFinalize(c);
     c->aborted = 1;
     while (c->pending) usleep(1000);
@@ -430,6 +437,8 @@ static ncclResult_t launch(struct call *calls) {
 static ncclResult_t call(int kind, const void *in, void *out, size_t count, ncclDataType_t type,
                          int op, int root, ncclComm_t comm, cudaStream_t stream) {
     if (comm->aborted || comm->state) return comm->state ?: ncclInvalidUsage;
+    static const int counted[] = {-1, 4, 0, 1, 2, 3, -1, -1, -1, -1, -1}; /* the places in RAS's list */
+    fake_ras_count(comm->ras, counted[kind]);
     struct call *k = calloc(1, sizeof *k);
     *k = (struct call){kind, root, type, op, in, out, count, comm, stream, 0, NULL};
     __sync_fetch_and_add(&comm->pending, 1);

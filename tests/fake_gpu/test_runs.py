@@ -48,6 +48,47 @@ def test_ranks_in_different_collectives_are_named_by_the_flight_recorder(
     assert (hang["ranks"], hang["certain"]) == ([1], True)
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["json", "text"])
+def test_nccls_ras_says_which_rank_lags(four: FakeGpus, tmp_path: Path, old: bool) -> None:
+    if old:
+        four.ask("ras-text")
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "job.args.other=1", "scale=1x2", "hang.after_s=2",
+        "restart=none",
+    )  # fmt: skip
+    assert run.wait(LIMIT_S) == 1, run.screen
+    (hang,) = run.events("hang")
+    pids = {each["rank"]: each["pid"] for each in run.events("joined")}
+    said = {
+        False: (
+            "communicator of ranks 0-1: Broadcast: rank 1 launched 1, rank 0 launched 0",
+            "communicator of ranks 0-1: AllReduce: rank 0 launched 20, rank 1 launched 19",
+        ),
+        True: (
+            "Communicator ranks have different AllReduce operation counts",
+            f"Rank 1 has launched up to operation 19 -- GPU 1 managed by process {pids[1]} on node "
+            "127.0.0.1",
+        ),
+    }
+    page = (run.run_dir / "blame-1.txt").read_text()
+    for line in said[old]:
+        assert f"NCCL's RAS: {line}" in hang["notes"]
+        assert f"also: NCCL's RAS: {line}" in page
+    whole = (run.run_dir / "logs/nccl-ras.txt").read_text()
+    assert whole.startswith("NCCL version" if old else "{")
+
+
+def test_a_run_whose_ras_is_turned_off_hangs_as_any(four: FakeGpus, tmp_path: Path) -> None:
+    run = program(
+        tmp_path, f"job={JOBS}:collectives", "job.args.other=1", "scale=1x2", "hang.after_s=2",
+        "restart=none", "env.NCCL_RAS_ENABLE=0",
+    )  # fmt: skip
+    assert run.wait(LIMIT_S) == 1, run.screen
+    (hang,) = run.events("hang")
+    assert (hang["ranks"], hang["certain"], list(hang["notes"])) == ([1], True, [])
+    assert not (run.run_dir / "logs/nccl-ras.txt").exists()
+
+
 def test_a_communicator_that_hangs_is_ended(four: FakeGpus, tmp_path: Path) -> None:
     """All ranks are in the same collective, and it does not end: NCCL's watchdog aborts it."""
     run = program(

@@ -15,6 +15,7 @@ from raydist.cluster import placement
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import GetNews, RankEnd, RankNews, RecordedEnd
 from raydist.messages.request import Request
+from raydist.network.facts import Facts
 from raydist.network.variables import Rendezvous
 from raydist.recovery.blame import first_cause
 from raydist.recovery.policy import Retry
@@ -52,6 +53,7 @@ class FakeGroup:
         self.hosts = self
         """The group stands in for its hosts too."""
         self.rendezvous, self.standby, self.first_world_size = Rendezvous(), reserve, ranks
+        self.facts: tuple[Facts, ...] = ()
         self.replies = dict(replies or {})
         self.calls: list[tuple[int, Request[Any]]] = []
         self.stops: list[tuple[list[int], float]] = []

@@ -13,12 +13,19 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
-from raydist.messages.agent import Examine, GetNativeStack, NativeStack, RankActivity
+from raydist.messages.agent import (
+    AskNccl,
+    Examine,
+    GetNativeStack,
+    NativeStack,
+    RankActivity,
+)
 from raydist.recovery import hang, hang_verdict
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.settings.config import Hang
 from raydist.shared.events import Events
+from tests.network.test_ras import answer_of, communicator
 from tests.records import Seen
 from tests.recovery.fake_group import PATIENCE_S, FakeGroup
 from tests.recovery.test_hang_verdict import GROUP, JOB, WAITS, entry, stack
@@ -43,7 +50,9 @@ class Watched:
     posted: list[ConfirmedHang] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.group = FakeGroup(replies={Examine: lambda rank: self.found[rank]})
+        self.group = FakeGroup(
+            replies={Examine: lambda rank: self.found[rank], AskNccl: lambda rank: ""}
+        )
         group = cast("WorkerGroup", self.group)
         self.monitor = HangMonitor(
             group, self.settings, self.events, self.folder, self.posted.append
@@ -79,7 +88,9 @@ def test_many_ranks_whose_agents_answer_in_turn_are_not_examined(watched: Watche
     """A second of `hang.after_s` is used up between two answers of an agent; with 3,000 ranks it is
     ten seconds."""
     for ranks, examined in ((2, True), (3000, False)):
-        watched.group = FakeGroup(ranks, {Examine: lambda rank: watched.found[rank % 2]})
+        watched.group = FakeGroup(
+            ranks, {Examine: lambda rank: watched.found[rank % 2], AskNccl: lambda rank: ""}
+        )
         monitor = HangMonitor(
             cast("WorkerGroup", watched.group),
             watched.settings,
@@ -103,6 +114,7 @@ def test_a_certain_hang_is_reported_and_posted(watched: Watched, reported: Seen)
     assert event["s"] == pytest.approx(100, abs=2)
     assert (watched.folder / "rank-1.stacks").read_text() == SLEEPS
     assert watched.group.recipients(Examine) == [0, 1]
+    assert watched.group.recipients(AskNccl) == []  # it would wait for the rank that is stopped
 
 
 @pytest.mark.parametrize(
@@ -130,6 +142,29 @@ def test_where_c_code_holds_the_gil_its_frames_are_read_once_or_the_reason_is_no
     assert watched.group.recipients(GetNativeStack) == [1]
     assert list(reported[0]["notes"]) == notes
     assert (watched.folder / "rank-1.stacks").read_text().rstrip() == SLEEPS.rstrip() + more
+
+
+def test_nccls_ras_is_one_more_witness_that_changes_no_verdict(
+    watched: Watched, reported: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a culprit counts if no other answers."""
+    said = answer_of(communicator({42: {"AllReduce": 9}, 41: {"AllReduce": 10}}))
+    watched.found[0] = RankActivity(41, "S", 0.0, stack(*WAITS, *JOB), (cast("Any", entry(10)),))
+    watched.found[1] = state("S")
+    watched.group.replies[AskNccl] = lambda rank: said if rank == 1 else ""
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    watched.silent()
+    clock += 101
+    watched.silent()
+    assert len(watched.group.recipients(Examine)) == 8  # twice: each rank, and whether it moves
+    assert watched.group.recipients(AskNccl) == [0, 1]  # once
+    (event,) = reported
+    assert (event["ranks"], event["certain"]) == ([1], False)
+    assert event["notes"] == [
+        "NCCL's RAS: communicator of ranks 0-1: AllReduce: rank 0 launched 10, rank 1 launched 9"
+    ]
+    assert (watched.folder / "nccl-ras.txt").read_text() == said
 
 
 def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(
