@@ -17,7 +17,8 @@ import sysconfig
 import tempfile
 import venv
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,38 @@ class Program:
         return processes | {
             path: "" for path in server_folders(self.tmp) if not path.endswith("-warm")
         }
+
+
+CLUSTER = f"""
+import sys
+from ray.cluster_utils import Cluster
+
+exec(sys.argv[1])
+cluster = Cluster(initialize_head=True, head_node_args={{**{HEAD!r}, "num_cpus": 2}})
+print(cluster.address, flush=True)
+sys.stdin.readline()
+cluster.shutdown()
+"""
+
+
+@contextmanager
+def separate_ray(first: str = "", env: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Start a Ray of one node in another process; its address.
+
+    `first`: statements before it starts. `env`: what differs from this process's environment.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER, first],
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.stdin.close()
+    assert process.wait(60) == 0
 
 
 def python_with(folder: Path, module: str, text: str) -> str:

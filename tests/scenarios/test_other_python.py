@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.programs import HEAD, Program
+from tests.programs import Program, separate_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MAJOR, MINOR, PATCH = sys.version_info[:3]
-CLUSTER = f"""
-import sys
+HEADS_PYTHON = """
 import ray
-from ray.cluster_utils import Cluster
 
 # what the head notes in the GCS, and Ray compares with each driver
-ray._private.utils.compute_version_info = lambda: (ray.__version__, sys.argv[1])
-cluster = Cluster(initialize_head=True, head_node_args={{**{HEAD!r}, "num_cpus": 2}})
-print(cluster.address, flush=True)
-sys.stdin.readline()
-cluster.shutdown()
+ray._private.utils.compute_version_info = lambda: (ray.__version__, {version!r})
 """
 WORDS = ("job=synthetic", "train.steps=2", "scale=1x1")
 
@@ -32,17 +25,8 @@ WORDS = ("job=synthetic", "train.steps=2", "scale=1x1")
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of a Ray whose head has that version of Python."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER, request.param],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    yield process.stdout.readline().strip()
-    process.stdin.close()
-    assert process.wait(60) == 0
+    with separate_ray(HEADS_PYTHON.format(version=request.param)) as address:
+        yield address
 
 
 @pytest.mark.parametrize("cluster", [f"{MAJOR}.{MINOR}.{PATCH + 1}"], indirect=True)

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.programs import HEAD, Program
+from tests.programs import Program, separate_ray
 
 pytestmark = pytest.mark.ray
-
-CLUSTER = f"""
-import sys
-from ray.cluster_utils import Cluster
-
-cluster = Cluster(initialize_head=True, head_node_args={{**{HEAD!r}, "num_cpus": 2}})
-print(cluster.address, flush=True)
-sys.stdin.readline()
-cluster.shutdown()
-"""
 
 
 @pytest.fixture
 def without_tokens() -> Iterator[str]:
     """The address of a Ray that was started without token authentication."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    yield process.stdout.readline().strip()
-    process.stdin.close()
-    assert process.wait(60) == 0
+    with separate_ray(env={"RAY_AUTH_MODE": "disabled"}) as address:
+        yield address
 
 
 def test_a_cluster_without_tokens_is_named(
