@@ -127,6 +127,13 @@ def test_all_ranks_go_on_with_the_new_values(undisturbed: Program) -> None:
     assert "lr: 0.02" in typed
 
 
+def test_who_sets_is_told_although_the_run_ends_with_the_next_step(tmp_path: Path) -> None:
+    program = begin(tmp_path / "end", "train.steps=7")
+    said = set_in(program)
+    assert said == "set optim.lr 0.02 -> 0.005, train.clip null -> 0.1 after step 6\n"
+    assert program.wait(LIMIT_S) == 0, program.screen
+
+
 def test_killed_ranks_change_nothing(undisturbed: Program, tmp_path: Path) -> None:
     """Once a restart goes back to a state before the change, once to one after it; a rank that
     keeps its process is in both."""

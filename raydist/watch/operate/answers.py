@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import linecache
 import signal
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from raydist.launch.changes import Changes
@@ -66,6 +67,8 @@ class OperatedRun:
     """The settings that were changed so far."""
     buttons: bool
     """Whether pages may have buttons for it."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set once no rank runs: what the ranks did is in the file of events."""
 
 
 def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
@@ -86,7 +89,7 @@ def answer(run: OperatedRun, request: Message, connection: CommandLink) -> None:
             debug(run.group, run.events, request, connection)
         case MakeProfile(ranks):
             chosen_ranks(run, ranks)
-            make_profile(run.group, run.events, request, connection)
+            make_profile(run.group, run.events, request, connection, run.ended)
         case SaveNow():
             save(run, connection)
         case ChangeSettings(words):
@@ -154,11 +157,13 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
     `after`: the size of the file of events before. LaunchError: a warning says that it was not
     written, or it was not within SAVED_S.
     """
-    for event in follow_events(run.events.path, after, SAVED_S):
+    for event in follow_events(run.events.path, after, SAVED_S, run.ended):
         if isinstance(event, kinds.Saved) and event.step >= step:
             return event
         if isinstance(event, kinds.Warning) and "checkpoint" in event.text:
             raise LaunchError(event.text)
+    if run.ended.is_set():
+        raise LaunchError(f"the run has ended without a checkpoint of step {step}")
     raise LaunchError(f"no checkpoint of step {step} became complete within {SAVED_S:g} s")
 
 
@@ -187,10 +192,11 @@ def wait_for_change(run: OperatedRun, step: int, values: Values, after: int) -> 
 
     `after`: as of `wait_for_saved`. LaunchError: the training ended before.
     """
-    for event in follow_events(run.events.path, after):
+    for event in follow_events(run.events.path, after, ended=run.ended):
         if isinstance(event, kinds.Changed) and (event.step, event.after) == (step, values):
             return event
-        if isinstance(event, kinds.Done | kinds.Result):
+        # Rank 0 reports the change; other ranks' events may come before its own.
+        if isinstance(event, kinds.Done) and event.rank == 0:
             break
     raise LaunchError(f"the training ended before step {step + 1}: nothing has changed")
 

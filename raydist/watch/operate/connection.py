@@ -114,6 +114,11 @@ class CommandLink(AbstractContextManager["CommandLink"]):
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
+    def take_no_more(self) -> None:
+        """Let nothing more be received; a thread that waits in `receive` gets None."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RD)
+
     def end(self) -> None:
         """End the connection; a thread that waits in `receive` gets None, and closes it."""
         with contextlib.suppress(OSError):

@@ -56,12 +56,18 @@ class Profile(NamedTuple):
 
 
 def make_profile(
-    group: WorkerGroup, events: Events, request: MakeProfile, connection: CommandLink
+    group: WorkerGroup,
+    events: Events,
+    request: MakeProfile,
+    connection: CommandLink,
+    ended: threading.Event,
 ) -> None:
     """Profile the ranks, and write one file into the run folder.
 
-    ConfigError: the program has no steps. LaunchError: a rank can't be profiled, or was started
-    again meanwhile.
+    `ended`: set once no rank runs.
+
+    ConfigError: the program has no steps. LaunchError: a rank can't be profiled, was started again
+    meanwhile, or has ended.
     """
     ranks = sorted(set(request.ranks)) or list(range(group.plan.world_size))
     name = f"profile-{secrets.token_hex(4)}"
@@ -76,7 +82,7 @@ def make_profile(
             group.call(rank, ProfileNow(request.seconds))
         what = f"{request.seconds:g} s"
     connection.send(TextReply([f"profiling {what} of {name_ranks(ranks)}"]))
-    reports = await_reports(events, profile)
+    reports = await_reports(events, profile, ended)
     lines, file = gather(group, events.path.parent, profile, reports)
     record(events, "profile", "; ".join([what, *lines]), request.ranks, file)
     connection.send(TextReply(lines, file))
@@ -122,17 +128,19 @@ def clock_leads(group: WorkerGroup, ranks: Iterable[int]) -> dict[str, float]:
     return leads
 
 
-def await_reports(events: Events, profile: Profile) -> dict[int, kinds.Profiled]:
+def await_reports(
+    events: Events, profile: Profile, ended: threading.Event
+) -> dict[int, kinds.Profiled]:
     """Return what each rank reports. LaunchError: the ranks were started again, or have ended."""
     reports: dict[int, kinds.Profiled] = {}
-    for event in follow_events(events.path, profile.since):
+    for event in follow_events(events.path, profile.since, ended=ended):
         if isinstance(event, kinds.Profiled) and event.name == profile.name:
             reports[event.rank] = event
         elif isinstance(event, kinds.StartsAttempt | kinds.Result):
-            raise LaunchError("the ranks ended before their profile was complete")
-        if len(reports) == len(profile.ranks):
             break
-    return reports
+        if len(reports) == len(profile.ranks):
+            return reports
+    raise LaunchError("the ranks ended before their profile was complete")
 
 
 def gather(

@@ -18,6 +18,8 @@ from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, i
 
 REQUEST_S = 10.0
 """Seconds within which a command sends its request, or another one."""
+LAST_S = 2.0
+"""Limit on the wait, at the end of the run, for the answers that are in its last events."""
 
 
 class OperateServer(AbstractContextManager["OperateServer"]):
@@ -30,8 +32,8 @@ class OperateServer(AbstractContextManager["OperateServer"]):
         self._run = run
         self._listener: socket.socket | None = None
         self._open = set[CommandLink]()
-        self._lock = threading.Lock()
-        """Guards the connections."""
+        self._changed = threading.Condition()
+        """Guards the connections, and tells that one was closed."""
 
     def __enter__(self) -> OperateServer:
         if sys.platform != "linux":  # elsewhere there is no abstract namespace
@@ -70,7 +72,12 @@ class OperateServer(AbstractContextManager["OperateServer"]):
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         self._listener.close()
-        with self._lock:
+        # `raydist set` may still have to read that the ranks have changed their settings.
+        self._run.ended.set()
+        with self._changed:
+            for connection in self._open:
+                connection.take_no_more()
+            self._changed.wait_for(lambda: not self._open, LAST_S)
             for connection in self._open:
                 connection.end()
 
@@ -90,16 +97,17 @@ class OperateServer(AbstractContextManager["OperateServer"]):
 
     def _serve(self, connection: CommandLink) -> None:
         """Answer one command, which may have several requests."""
-        with self._lock:
+        with self._changed:
             self._open.add(connection)
         try:
             self._answer_all(connection)
         except OSError:  # the command has been ended, or the run has
             pass
         finally:
-            with self._lock:
+            with self._changed:
                 self._open.discard(connection)
-            connection.close()
+                connection.close()
+                self._changed.notify()
 
     def _answer_all(self, connection: CommandLink) -> None:
         try:
