@@ -52,9 +52,10 @@ class Console(AbstractContextManager["Console"]):
 
     def _show(self, event: Event) -> None:
         """Show an event; most kinds are not shown."""
+        moment = self._progress.read(event)
         match event:
             case kinds.Report(rank=0):
-                self._screen.draw(self._progress, event.t, self._progress.report(event))
+                self._screen.draw(self._progress, event.t, moment)
             case kinds.Output():
                 for line in self._output.lines(event.rank, event.output):
                     self._screen.say(line)
@@ -76,10 +77,8 @@ class Console(AbstractContextManager["Console"]):
                 self._screen.phase(event.name, event.s)
             case kinds.Warning():
                 self._on_warning(event)
-            case kinds.Begin(rank=0):
-                self._progress.begin(event)
-                if event.resumed:
-                    self._screen.say(f"resumes after step {event.resumed}")
+            case kinds.Begin(rank=0) if event.resumed:
+                self._screen.say(f"resumes after step {event.resumed}")
             case kinds.Saved():
                 self._screen.saved(self._progress, event.t)
             case kinds.Hang():

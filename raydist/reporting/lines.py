@@ -46,7 +46,7 @@ class Lines:
     def draw(self, progress: Progress, t: float, moment: str) -> None:
         """Write a progress line for the first and last step, evaluations, and every `every_s` s.
 
-        `t`: time of the event. `moment`: as returned by Progress.report.
+        `t`: time of the event. `moment`: as returned by Progress.read.
         """
         if moment == "step" and abs(t - self._drawn) < self._every_s:
             return

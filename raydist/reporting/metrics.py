@@ -124,9 +124,8 @@ class Metrics(AbstractContextManager["Metrics"]):
             self._read(event)
 
     def _read(self, event: Event) -> None:
+        self._progress.read(event)
         match event:
-            case kinds.Begin(rank=0):
-                self._progress.begin(event)
             case kinds.Report(rank=0):
                 self._on_report(event)
             case kinds.Saved():
@@ -182,7 +181,6 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._made[name].inc(1, {"run": self._run, **labels})
 
     def _on_report(self, event: kinds.Report) -> None:
-        self._progress.report(event)
         for name, value in numbers(event.values).items():
             if self._names.admit(name):
                 self._set("value", value, name=name)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raydist.shared import kinds
+from raydist.shared.kinds import Event
 
 PROGRESS_NAMES = ("steps", "epoch", "epochs", "samples")
 """Reported names that measure progress; all others are metrics."""
@@ -18,7 +19,7 @@ MARK_S = 0.25
 
 
 class Progress:
-    """The progress of rank 0, from its `begin` and `report` events.
+    """The progress of rank 0, from its reports and the beginnings of loops and attempts.
 
     It uses the events' time, not a clock.
     """
@@ -32,24 +33,45 @@ class Progress:
         self.evaluated: Mapping[str, Any] = {}
         """The metrics of the newest evaluation."""
         self._evaluated_at = -2
+        self._repeats = False
+        """Whether the next report may repeat the step that was reported last."""
         self._marks: deque[tuple[float, int, float]] = deque()
         """(time, step, samples) in the window."""
 
-    def begin(self, event: kinds.Begin) -> None:
-        """Read the begin of a loop, which may resume or repeat steps."""
-        self._marks.clear()
-        self._update_totals({"steps": event.steps, "epochs": event.epochs})
+    def read(self, event: Event) -> str:
+        """Read an event; return the kind of a report: first, step, last or evaluation.
 
-    def report(self, event: kinds.Report) -> str:
-        """Read a report; return its kind: first, step, last or evaluation."""
+        Empty for any other event, and for a report of another rank.
+        """
+        match event:
+            case kinds.StartsAttempt():
+                self._start_over()
+            case kinds.Begin(rank=0):
+                self._start_over()
+                self._update_totals({"steps": event.steps, "epochs": event.epochs})
+            case kinds.Report(rank=0):
+                return self._report(event)
+        return ""
+
+    def _start_over(self) -> None:
+        """Expect a loop to begin, which may repeat steps, also only the last one.
+
+        A loop of one's own has no `begin`: then only the new attempt tells a repeated step from
+        an evaluation.
+        """
+        self._marks.clear()
+        self._repeats = True
+
+    def _report(self, event: kinds.Report) -> str:
         step, values = event.step, event.values
         metrics = {name: value for name, value in values.items() if name not in PROGRESS_NAMES}
         self._update_totals(values)
-        if step is not None and step == self.step:
+        if step is not None and step == self.step and not self._repeats:
             return self._second_report(step, metrics)
         self.values.update(metrics)
         if step is None:
             return "step"
+        self._repeats = False
         if self.step is not None and step < self.step:
             self._marks.clear()
         self.step = step

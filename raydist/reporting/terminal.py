@@ -82,7 +82,7 @@ class Terminal:
     def draw(self, progress: Progress, t: float, moment: str) -> None:
         """Redraw the bar, at most once per REDRAW_S. An evaluation becomes a line above it.
 
-        `t`: time of the event. `moment`: as returned by Progress.report.
+        `t`: time of the event. `moment`: as returned by Progress.read.
         """
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))

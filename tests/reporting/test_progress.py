@@ -8,6 +8,7 @@ import pytest
 
 from raydist.reporting.progress import Progress, duration, number_text, rate_text
 from raydist.shared import kinds
+from tests.records import event
 
 
 def report(t: float, step: int | None = None, **values: Any) -> kinds.Report:
@@ -17,7 +18,7 @@ def report(t: float, step: int | None = None, **values: Any) -> kinds.Report:
 def after(*reports: kinds.Report) -> Progress:
     progress = Progress()
     for one in reports:
-        progress.report(one)
+        progress.read(one)
     return progress
 
 
@@ -54,9 +55,9 @@ def test_a_report_without_a_step_is_shown_too() -> None:
 
 def test_begin_may_tell_the_end_that_reports_do_not() -> None:
     progress = Progress()
-    progress.begin(kinds.Begin(t=0, rank=0, steps=30, epochs=3, resumed=10))
-    assert progress.report(report(0, step=11, loss=1.0)) == "first"
-    progress.report(report(1, step=12, loss=1.0))
+    progress.read(kinds.Begin(t=0, rank=0, steps=30, epochs=3, resumed=10))
+    assert progress.read(report(0, step=11, loss=1.0)) == "first"
+    progress.read(report(1, step=12, loss=1.0))
     assert progress.position() == ["step 12/30"]
     assert progress.left() == ["0:18 left"]
 
@@ -69,8 +70,8 @@ def test_at_the_end_no_time_is_left() -> None:
 def test_the_moments_of_a_run() -> None:
     progress = Progress()
     reports = [report(t, step=t, steps=3, loss=1.0) for t in (1, 2, 3)]
-    assert [progress.report(one) for one in reports] == ["first", "step", "last"]
-    assert progress.report(report(4, step=3, accuracy=0.5)) == "evaluation"
+    assert [progress.read(one) for one in reports] == ["first", "step", "last"]
+    assert progress.read(report(4, step=3, accuracy=0.5)) == "evaluation"
     assert progress.evaluation() == ["accuracy 0.5"]
     assert progress.health()[0] == "loss 1"
 
@@ -78,7 +79,7 @@ def test_the_moments_of_a_run() -> None:
 def test_a_loop_that_speaks_twice_at_each_step_is_not_evaluating() -> None:
     progress = Progress()
     moments = [
-        progress.report(report(t, step=t, **{name: 1.0}))
+        progress.read(report(t, step=t, **{name: 1.0}))
         for t in range(1, 6)
         for name in ("loss", "lr")
     ]
@@ -97,6 +98,15 @@ def test_a_run_that_goes_back_to_a_snapshot_forgets_its_rate() -> None:
     progress = after(*before, report(60, step=40, loss=1.0))
     assert progress.rates() == (0.0, 0.0)
     assert progress.position() == ["step 40"]
+
+
+@pytest.mark.parametrize("again", ["restart", "regroup", "pause", "begin"])
+def test_an_attempt_that_repeats_the_last_step_is_not_evaluating(again: str) -> None:
+    progress = after(report(1, step=4, loss=1.0), report(2, step=5, loss=0.5))
+    progress.read(event(again, t=3, rank=0) if again == "begin" else event(again, t=3))
+    assert progress.read(report(4, step=5, loss=0.5)) == "first"
+    assert progress.evaluation() == []
+    assert progress.read(report(5, step=5, accuracy=0.5)) == "evaluation"
 
 
 def test_a_clock_that_was_set_back_does_no_harm() -> None:

@@ -17,8 +17,10 @@ import torch
 import raydist
 from raydist.reporting.result import Result
 from raydist.shared.errors import RunFailed
+from raydist.shared.events import read_events as read_log
 from raydist.shared.kinds import EventJson
 from raydist.state import checkpoint_files
+from raydist.watch.web.model import Model
 from raydist.worker import checkpoint
 from tests import faults
 from tests.faults import Fault, kill
@@ -36,6 +38,29 @@ WORDS = (
     "snapshot.every=1",
     "seed=5",
 )
+REPEATED = """
+import os, signal, time
+import torch
+import raydist
+from raydist import checkpoint, events
+from raydist.shared.events import read_kind
+
+def job():
+    me, found = raydist.rank(), checkpoint.latest()
+    for step in range((found.step if found else 0) + 1, 8):
+        torch.distributed.barrier()
+        raydist.report(step=step, loss=1 / step, lr=0.5)
+        if step == 4:
+            checkpoint.save(step, {"step": step}, wait=True)
+        if step == 5 and me.rank == 1 and not found:
+            while not any(
+                one.rank == 0 and one.step == 5
+                for one in read_kind(events.Report, me.run_dir / "events.jsonl")
+            ):
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A loop that saves step 4 and is killed once the driver has recorded step 5."""
 BACKENDS = ["gloo", pytest.param("horovod", marks=requires_horovod)]
 
 
@@ -232,6 +257,20 @@ def test_a_loop_of_ones_own_goes_on_from_its_newest_checkpoint(on_ray: Path) -> 
     assert done.values == ((20, 1640.0), (20, 1640.0))
     (back,) = events(done, "restarted")
     assert (back["step"], back["repeated"]) == (21, 5)
+
+
+def test_a_repeated_last_step_is_no_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REPEATED)
+    program = Program(tmp_path, "job=mine.py", "scale=1x2", "group=inline")
+    assert program.wait() == 0, program.screen
+    reports = [each["step"] for each in program.events("report") if each["rank"] == 0]
+    assert reports == [1, 2, 3, 4, 5, 5, 6, 7]
+    model = Model()
+    for happened in read_log(program.run_dir / "events.jsonl"):
+        model.add(happened)
+    state: Any = model.sections()["state"]
+    assert (state["health"][:1], state["evaluation"]) == (["loss 0.1429"], [])
+    assert "lr 0.5" not in program.screen  # only an evaluation shows all values on the screen
 
 
 def test_a_loop_of_ones_own_does_not_wait_for_the_disk(on_ray: Path) -> None:

@@ -157,11 +157,8 @@ class Follower:
 
     def _take(self, happened: Event) -> None:
         self._rows.add(happened)
+        self._progress.read(happened)
         match happened:
-            case kinds.Begin(rank=0):
-                self._progress.begin(happened)
-            case kinds.Report(rank=0):
-                self._progress.report(happened)
             case kinds.Run():
                 self._last_page = happened.pages
             case kinds.Plan():

@@ -125,6 +125,7 @@ class Model:
                 self._seat()
             case kinds.StartsAttempt():
                 self.attempt += 1
+                self.progress.read(event)
                 step = event.step if isinstance(event, kinds.Restart) else self.progress.step or 0
                 self._mark("restart", step, event.t, event.text.partition("\n")[0])
             case kinds.Pace():
@@ -184,8 +185,7 @@ class Model:
                 self._note(rank, pid=event.pid, state="runs")
             case kinds.Begin():
                 self._note(rank, state="runs")
-                if rank == 0:
-                    self.progress.begin(event)
+                self.progress.read(event)
             case kinds.Spent(rank=0, what="evaluate"):
                 text = f"evaluated in {event.s:.2f} s"
                 self._mark("evaluation", self.progress.step or 0, event.t, text)
@@ -234,7 +234,7 @@ class Model:
     def _on_report(self, event: kinds.Report) -> None:
         step, t = event.step, event.t
         self.reported += 1
-        self.progress.report(event)
+        self.progress.read(event)
         at = self.reported if step is None else step
         self.steps[0] = at
         add_report(self.curves, event, at)
