@@ -17,6 +17,7 @@ from raydist.settings.config import Job
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Reader, parse_event
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.shared.signals import Halt
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class Run(Generic[T]):
         self.dir = Path(job.dir)
         """The run folder."""
         self._halt = Halt()
-        self._file = self.dir / "events.jsonl"
+        self._file = self.dir / EVENTS
         self._begin = self._file.stat().st_size if self._file.exists() else 0
         """Where this run begins in the file: it may continue the run that a folder has."""
         self._count = 0

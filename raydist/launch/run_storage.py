@@ -14,14 +14,15 @@ from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import ConfigError, RaydistError
-from raydist.shared.events import EVENTS, Events, parse_event, read_events
+from raydist.shared.events import Events, parse_event, read_events
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS, NOTE, RESULT
 from raydist.state import checkpoint_files, object_store, run_checkpoints
 from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import CLAIM, Remote, StoragePath, environment, parse_path
 from raydist.state.write import CHECKPOINTS, place_in_run
 
-RECORDS = ("result.json", EVENTS, "blame-*", "note.json", ".hydra/*", "logs/*", "track/*.json")
+RECORDS = (RESULT, EVENTS, "blame-*", NOTE, ".hydra/*", "logs/*", "track/*.json")
 LOOK_S = 0.5
 """Seconds between two searches for a checkpoint."""
 Warn = Callable[[str], None]

@@ -9,6 +9,7 @@ from pathlib import Path
 from raydist.settings.config import Job
 from raydist.settings.run_folder import run_folder
 from raydist.shared.errors import ConfigError, LaunchError
+from raydist.shared.record_names import EVENTS
 from raydist.state.object_store import CLAIM
 
 SAVES = re.compile(r"\b(?:raydist\.)?fit\(|\bcheckpoint\.save\(")
@@ -25,7 +26,7 @@ def files(job: Job, rendezvous: str) -> dict[str, str]:
     paths = {
         "rendezvous": rendezvous,
         "storage": str(run_folder(job) / CLAIM) if job.storage else "",
-        "run": str(Path(job.dir) / "events.jsonl") if job.dir and not job.storage else "",
+        "run": str(Path(job.dir) / EVENTS) if job.dir and not job.storage else "",
     }
     return {key: file for key, file in paths.items() if file}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from raydist.shared import kinds
 from raydist.shared.events import read_events
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 
 LAST_LAUNCH = ("rendezvous", "warm-up")
 """The last phase of a launch; without a rendezvous it is the one before it."""
@@ -24,7 +25,7 @@ def time_line(folder: Path, entered: float) -> str:
     """
     events: list[Event] = []
     with contextlib.suppress(OSError, json.JSONDecodeError):
-        events = list(read_events(folder / "events.jsonl"))
+        events = list(read_events(folder / EVENTS))
     began, now = process_began(), time.time()
     shown = " + ".join(
         f"{name} {seconds:.2f}" for name, seconds in split(events, began, entered, now)

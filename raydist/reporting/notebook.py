@@ -15,6 +15,7 @@ from raydist.reporting.progress import number_text
 from raydist.shared import kinds
 from raydist.shared.events import read_events
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 
 WIDTH, HEIGHT, PAD = 240, 60, 4
 """The size of a curve, in pixels."""
@@ -40,7 +41,7 @@ def result_html(facts: Mapping[str, Any]) -> str:
     curves: dict[str, Line] = {}
     restarts: list[int] = []
     with suppress(OSError, json.JSONDecodeError):  # the folder may be gone
-        curves, restarts = curves_of(read_events(Path(facts["dir"]) / "events.jsonl"))
+        curves, restarts = curves_of(read_events(Path(facts["dir"]) / EVENTS))
     shown = [svg(name, curve, restarts) for name, curve in list(curves.items())[:CURVES]]
     failure = f"<pre>{escape(facts['failure'])}</pre>" if facts["failure"] else ""
     head = f"<b>{escape(wording.headline(facts, None))}</b>"

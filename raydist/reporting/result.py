@@ -19,6 +19,7 @@ from raydist.shared.errors import RaydistError, RunFailed, Stopped
 from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.rank_names import of_ranks
+from raydist.shared.record_names import RESULT
 from raydist.state.object_store import Remote, StoragePath, scheme
 
 T = TypeVar("T")
@@ -125,7 +126,7 @@ class Result(Generic[T]):
     def save(self) -> None:
         """Write result.json into the run folder, completely or, on a full disk, not at all."""
         self.dir.mkdir(parents=True, exist_ok=True)
-        path = self.dir / "result.json"
+        path = self.dir / RESULT
         try:
             path.write_text(
                 json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8"

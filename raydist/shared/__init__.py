@@ -17,6 +17,7 @@ Imports nothing else from raydist. Defines the data types that driver, nodes and
     outcome.py            How ranks ended, and the outcome of an attempt
     own_path.py           Whether other users can reach a folder, or decide what lies at a path
     rank_names.py         Ranks, hosts and counts as text
+    record_names.py       Names of the files of a run folder that several packages read or write
     signals.py            Stop a run in order on the first Ctrl-C or SIGTERM, end at once on the
                           second
     stack_ways.py         What a node lets one process see of another -> which ways of `raydist

@@ -20,8 +20,6 @@ from raydist.shared import kinds
 from raydist.shared.errors import Stopped
 from raydist.shared.kinds import Event
 
-EVENTS = "events.jsonl"
-"""The file of the events in a run folder."""
 RANK_0 = (64 << 20, 300.0)
 """Bytes of rank 0's reports that are always written, and bytes per second after these.
 

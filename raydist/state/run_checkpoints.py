@@ -15,11 +15,11 @@ import json
 from collections.abc import Iterator
 
 from raydist.shared.errors import ConfigError
+from raydist.shared.record_names import RESULT
 from raydist.state.checkpoint_files import Flaw, Saved, Warn, newest, verify
 from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.write import CHECKPOINTS, FIT, META, STATE, TRAINING, place_in_run
 
-RESULT = "result.json"
 """The file in a run folder that records how the run ended."""
 
 

@@ -31,6 +31,7 @@ from raydist.shared import kinds, signals
 from raydist.shared.errors import ConfigError, RaydistError, Stopped
 from raydist.shared.events import read_kind
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.shared.signals import Halt
 from raydist.sweeps import room, rules
 from raydist.sweeps.folder import Folder
@@ -266,7 +267,7 @@ class Conductor:
         try:
             if own := run_storage.own_newest(job):
                 job = replace(job, resume=own)
-                self._recall(live, Path(job.dir) / "events.jsonl")
+                self._recall(live, Path(job.dir) / EVENTS)
             write_settings(job, trial.settings)
             self.results[trial.number] = run_job(
                 job, self._setup.call, OneOfMany(read, live.halt, self._gangs)

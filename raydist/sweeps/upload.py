@@ -10,8 +10,8 @@ from pathlib import Path
 from raydist.launch import run_storage
 from raydist.settings.config import Job
 from raydist.settings.run_folder import sweep_folder
+from raydist.shared.record_names import NOTE
 from raydist.state import object_store
-from raydist.watch.web.run_note import NOTE
 from raydist.watch.web.sweep import SUMMARY
 
 RECORDS = (SUMMARY, "sweep.csv", "sweep.jsonl", "multirun.yaml", NOTE)

@@ -20,6 +20,7 @@ from raydist.reporting.result import Result
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import read_kind
+from raydist.shared.record_names import EVENTS
 from raydist.tools import bandwidth_figures as figures
 from raydist.tools.bandwidth_figures import OPS, Pair, RankMeasurement, Row
 from raydist.tools.bandwidth_plot import plot
@@ -148,8 +149,8 @@ def gather_rows(done: Result[RankMeasurement]) -> Measurement:
         slowest = None if None in times else max(s for s in times if s is not None)
         wrong = sum(of_rank["wrong"] for of_rank in row)
         rows.append(figures.row(row[0]["op"], row[0]["size"], slowest, wrong, len(measured)))
-    *_, plan = read_kind(kinds.Plan, done.dir / "events.jsonl")
-    network = [event.to_json() for event in read_kind(kinds.Network, done.dir / "events.jsonl")]
+    *_, plan = read_kind(kinds.Plan, done.dir / EVENTS)
+    network = [event.to_json() for event in read_kind(kinds.Network, done.dir / EVENTS)]
     slots = {slot["rank"]: slot for slot in plan.slots}
     speeds = {(a, b): speed for value in measured for a, b, speed in value["pairs"]}
     ranks = sorted({rank for pair in speeds for rank in pair})

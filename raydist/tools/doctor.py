@@ -26,6 +26,7 @@ from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.state.object_store import Remote
@@ -83,7 +84,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
     with (
         storage_probe(job, report) as probe,
         trial_folder(job, report) as folder,
-        Events(folder / "events.jsonl", (print_waiting,)) as events,
+        Events(folder / EVENTS, (print_waiting,)) as events,
     ):
         trial = replace(job, dir=str(folder), storage="", scale=replace(job.scale, keep_warm_s=0))
         try:

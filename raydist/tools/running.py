@@ -13,7 +13,7 @@ from raydist.messages.operate import Refused
 from raydist.messages.wire import Message
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError, nearest
-from raydist.shared.events import EVENTS
+from raydist.shared.record_names import EVENTS
 from raydist.tools.command_line import ToolParser
 from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, read_address
 from raydist.watch.operate.job_link import JobLink, read_job_address

@@ -24,7 +24,8 @@ from raydist.reporting.log_link import FOLDER, SWEEP
 from raydist.reporting.trace import trace_of
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, nearest
-from raydist.shared.events import EVENTS, read_events
+from raydist.shared.events import read_events
+from raydist.shared.record_names import EVENTS
 from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.tools import command_line, submit

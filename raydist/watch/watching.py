@@ -19,6 +19,7 @@ from raydist.reporting.resume_check import ResumeCheck
 from raydist.settings.config import Job
 from raydist.shared.events import Events, Reader
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.watch.web.live_page import LivePage
 
 
@@ -62,7 +63,7 @@ def watching(
     with (
         console or contextlib.nullcontext(),
         metrics,
-        Events(folder / "events.jsonl", readers, whole=bool(job.track)) as events,
+        Events(folder / EVENTS, readers, whole=bool(job.track)) as events,
         LivePage(folder, job.watch.page) as page,
     ):
         if console is not None:

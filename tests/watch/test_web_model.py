@@ -15,8 +15,8 @@ import pytest
 
 from raydist.reporting.curves import Curve, thinned
 from raydist.shared import kinds
-from raydist.shared.events import EVENTS
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.watch.web import mirror
 from raydist.watch.web.follow import LOOKED_S, FollowedRun, SameFile, Silence, Viewer, read_from
 from raydist.watch.web.lanes import COLUMNS, Lanes

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from raydist.shared.record_names import NOTE
 from raydist.tools.note import main
-from raydist.watch.web.run_note import NOTE, RunNote, changed_note, read_note
+from raydist.watch.web.run_note import RunNote, changed_note, read_note
 from raydist.watch.web.runs import list_rows
 from tests.browser import Browser, needs_chromium
 from tests.scenarios.test_watch_page import assert_only_local, watching

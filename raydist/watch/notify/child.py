@@ -14,6 +14,7 @@ from pathlib import Path
 from raydist.settings.config import Notify
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.watch.notify import END_S
 from raydist.watch.notify.delivery import receiver
 from raydist.watch.notify.message import About, Messages, RunMessage
@@ -42,7 +43,7 @@ class Notifier:
 
     def run(self) -> None:
         """Follow the events until the run has its result, or the driver is gone."""
-        lines = read_on(self._folder / "events.jsonl", self._task.begin)
+        lines = read_on(self._folder / EVENTS, self._task.begin)
         over = ended = False
         while not over and not ended:
             over = self._life.over.is_set()

@@ -26,6 +26,7 @@ from raydist.reporting.progress import Progress
 from raydist.shared import kinds
 from raydist.shared.events import parse_event
 from raydist.shared.kinds import Event
+from raydist.shared.record_names import EVENTS
 from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
 
 CLASSES = {
@@ -134,7 +135,7 @@ class Follower:
 
     def run(self) -> None:
         """Follow the events until the run is over, then close the tracker."""
-        lines = read_on(self._folder / "events.jsonl", self._task.begin)
+        lines = read_on(self._folder / EVENTS, self._task.begin)
         over = False
         while not over and self._ending is None:
             over = self._life.over.is_set()

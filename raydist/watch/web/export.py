@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from raydist.shared.events import EVENTS
+from raydist.shared.record_names import EVENTS
 from raydist.watch.web.follow import Fetch, FollowedRun, Viewer, is_here, log_name, read_from
 from raydist.watch.web.model import Model
 from raydist.watch.web.node_figures import FiguresShown
@@ -114,7 +114,7 @@ async def export(
     `others`: the folders of runs whose curves and settings are in the same charts, by name.
     OSError: the file can't be written; ConnectionError: the run can't be read.
     """
-    await run.fetch("events.jsonl", whole=True)
+    await run.fetch(EVENTS, whole=True)
     await run.read_all()
     await fetch_note(run)
     failures = run.model.figures.failures.found

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from raydist.reporting.curves import SHOWN, Curve, Piece
 from raydist.shared import kinds
 from raydist.shared.events import parse_event
+from raydist.shared.record_names import EVENTS
 from raydist.watch.web.model import Model
 
 SLICE = 1 << 19
@@ -131,8 +132,8 @@ class FollowedRun:
 
     async def catch_up(self, turn_s: float = TURN_S) -> float:
         """Fold new events, for at most `turn_s` seconds; return the folded share of the file."""
-        await self.fetch("events.jsonl")
-        path, until = self.folder / "events.jsonl", time.monotonic() + turn_s
+        await self.fetch(EVENTS)
+        path, until = self.folder / EVENTS, time.monotonic() + turn_s
         async with self._lock:
             if self._file.is_another(path, self.read):
                 self.model = Model()

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raydist.reporting.trace import trace_of
-from raydist.shared.events import EVENTS, read_events
+from raydist.shared.events import read_events
+from raydist.shared.record_names import EVENTS
 from raydist.state.write import file_sizes
 
 TRACED = 1 << 28

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-NOTE = "note.json"
-"""The file of a run's note and tags, in its folder."""
+from raydist.shared.record_names import NOTE
+
 LONGEST = 10_000
 """Maximum number of characters of a note that is read."""
 MAX_TAGS = 50

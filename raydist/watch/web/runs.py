@@ -11,8 +11,9 @@ from typing import NamedTuple, TypedDict
 from raydist.reporting.progress import PROGRESS_NAMES
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, nearest
-from raydist.shared.events import EVENTS, parse_event
+from raydist.shared.events import parse_event
 from raydist.shared.rank_names import counted
+from raydist.shared.record_names import EVENTS
 from raydist.watch.web.model import QUIET_S
 from raydist.watch.web.run_note import read_note
 from raydist.watch.web.saved_settings import CONFIG, differing, read_settings

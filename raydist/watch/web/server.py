@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raydist.shared.record_names import NOTE
 from raydist.watch.web.buttons import REQUESTS, is_same_origin, offer, press
 from raydist.watch.web.follow import SHARED, TURN_S, Fetch, FollowedRun, Viewer, is_here
 from raydist.watch.web.run_files import checkpoint_sizes, trace_text
-from raydist.watch.web.run_note import NOTE, read_note
+from raydist.watch.web.run_note import read_note
 from raydist.watch.web.runs import list_rows, runs_below, sweeps_below
 from raydist.watch.web.saved_settings import CONFIG, OVERRIDES, SavedSettings, read_settings
 from raydist.watch.web.sweep import FollowedSweep, SweepViewer, is_sweep

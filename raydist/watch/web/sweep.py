@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raydist.reporting.curves import Curve
-from raydist.shared.events import EVENTS
+from raydist.shared.record_names import EVENTS, NOTE
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.model import Section
-from raydist.watch.web.run_note import NOTE, read_note
+from raydist.watch.web.run_note import read_note
 
 SUMMARY, RECORD = "sweep.json", "trial.json"
 """The file that identifies the folder of a sweep, and the one that identifies a trial's."""
