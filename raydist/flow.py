@@ -23,7 +23,8 @@ from raydist.launch.model_check import ModelCheck
 from raydist.launch.payload import RemoteCall
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.deputy import Duty
-from raydist.recovery.attempts import Attempts, explained, settled
+from raydist.recovery.attempts import Attempts, explained
+from raydist.recovery.policy import settle_job
 from raydist.reporting import result
 from raydist.reporting.page_files import last_page
 from raydist.reporting.result import Result
@@ -193,7 +194,7 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
     # a profile is made, and a person attended to, in a process of the rank's own
     own_process = job.script or job.watch.profile or job.watch.post_mortem
     if alone and plan.world_size == 1 and not own_process:
-        return explained(inline.run_here(settled(job, plan), plan, call, events), events)
+        return explained(inline.run_here(settle_job(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
     with inline.in_thread(plan, events) as group:
         carry_out(job, group, events, attempts)
@@ -203,7 +204,7 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
     """Open the agents, then make attempts with them until the run is over or leaves its nodes."""
     events.add(kinds.Plan(**group.plan.as_event()))
-    job = settled(job, group.plan)
+    job = settle_job(job, group.plan)
     try:
         group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
         network_check.check_network(group, events.warn)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist.cluster.placement import Plan
 from raydist.launch import mpi, run_storage
 from raydist.launch.changes import Changes
 from raydist.launch.deputies import Deputies
@@ -21,7 +20,6 @@ from raydist.recovery.blame import failure_event, first_cause
 from raydist.recovery.classify import RankRecord, classify_lost
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
-from raydist.settings import in_place
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.shared import env_names, kinds
@@ -204,17 +202,6 @@ def end_kept(group: WorkerGroup, last: Attempt) -> None:
     """End the ranks that wait for another attempt with this group: there is none."""
     if kept := [end.rank for end in last.ends if end.kept]:
         group.stop(kept, 0.0)
-
-
-def settled(job: Job, plan: Plan) -> Job:
-    """Return the job with `backend=auto` and `restart.max=null` replaced by their values for it.
-
-    ConfigError: the backend cannot do what `restart.in_place=on` requires.
-    """
-    rule = policy.restart_rule(job, plan.world_size)
-    found = replace(job, backend=replace(job.backend, name=plan.request.backend), restart=rule)
-    in_place.check(found)
-    return found
 
 
 def run_attempt(

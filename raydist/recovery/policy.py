@@ -6,7 +6,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from raydist.cluster.placement import Plan
 from raydist.recovery.blame import describe_end, first_cause, kind_of, where
+from raydist.settings import in_place
 from raydist.settings.config import Job, Restart
 from raydist.shared import kinds
 from raydist.shared.outcome import Attempt, End
@@ -96,6 +98,17 @@ def restart_rule(job: Job, ranks: int = 1) -> Restart:
     fixed = job.scale.max_nodes is None and not job.scale.spares
     usual = 0 if job.backend.name == "mpi" or (job.script and fixed) else usual_limit(ranks)
     return job.restart if job.restart.max is not None else replace(job.restart, max=usual)
+
+
+def settle_job(job: Job, plan: Plan) -> Job:
+    """Return the job with `backend=auto` and `restart.max=null` replaced by their values for it.
+
+    ConfigError: the backend cannot do what `restart.in_place=on` requires.
+    """
+    backend = replace(job.backend, name=plan.request.backend)
+    result = replace(job, backend=backend, restart=restart_rule(job, plan.world_size))
+    in_place.check(result)
+    return result
 
 
 def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) -> Retry | GiveUp:

@@ -18,7 +18,7 @@ from raydist.cluster import connect, placement
 from raydist.launch import inline, placement_group, preload
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network.finding import Finding
-from raydist.recovery.attempts import settled
+from raydist.recovery.policy import settle_job
 from raydist.reporting import wording
 from raydist.settings import compose
 from raydist.settings.config import Job
@@ -91,7 +91,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
             with checked_group(trial, events) as group:
                 group.open(trial, preload.modules(job.job.target, group.plan.request.backend))
                 report.passed("launch")
-                Rounds(settled(trial, group.plan), group, report, timeout, probe).make()
+                Rounds(settle_job(trial, group.plan), group, report, timeout, probe).make()
         except (ConfigError, Stopped):
             raise
         except RaydistError as error:

@@ -87,11 +87,7 @@ def show_plan(job: Job, as_json: bool) -> None:
     avoided = [each.node for each in offenders if each.avoided]
     nodes = [node for node in view.nodes if node.id not in avoided]
     plan = placement.assign_ranks(request, place_request(request, nodes, view.types))
-    job = replace(
-        job,
-        backend=replace(job.backend, name=request.backend),
-        restart=policy.restart_rule(job, request.world_size),
-    )
+    job = policy.settle_job(job, plan)
     leads = {
         slot.node_rank: expected_facts(job, plan, slot)
         for slot in plan.slots
