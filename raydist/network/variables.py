@@ -20,6 +20,9 @@ from raydist.shared.errors import ConfigError
 LATER = "<chosen when it starts>"
 RECORDS_COLLECTIVES = (2, 14)
 """A torch version whose flight recorder is on by default; in 2.8 it is off."""
+GLOO_RECORDS = 32
+"""Collectives that torch's flight recorder keeps of gloo. Reports need the last 8 of each rank
+(worker.stacks.LAST); a dump has all of them as JSON, and its thread holds the GIL meanwhile."""
 SHARES_GPU = (2, 30)
 """The first NCCL version with NCCL_MULTI_RANK_GPU_ENABLE."""
 NCCL_LOG = {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
@@ -140,7 +143,7 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
         ),
         *levers.compiler_variables(gpus),
         *levers.allocator_variables(job, node, gpus),
-        *recorder_variables(node),
+        *recorder_variables(job, node),
         *connection_variables(job, plan),
         *rdma.device_settings(job, node, len(plan.nodes)),
         *mig_variables(plan, facts, lead),
@@ -150,8 +153,12 @@ def node_variables(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> 
     yield from (unless_set(var, node) for var in chosen)
 
 
-def recorder_variables(node: Facts) -> Iterator[EnvVar]:
-    """Yield the variable that turns on torch's flight recorder, if it may be off by default."""
+def recorder_variables(job: Job, node: Facts) -> Iterator[EnvVar]:
+    """Yield the length of torch's flight recorder, for gloo or if it may be off by default."""
+    if job.backend.name == "gloo":
+        why = "raydist stacks reads all records: torch's 2000 keep a rank busy for 0.1 s"
+        yield EnvVar("TORCH_FR_BUFFER_SIZE", str(GLOO_RECORDS), why)
+        return
     version = version_numbers(node.versions.get("torch", ""))
     if version and version < RECORDS_COLLECTIVES:
         why = (

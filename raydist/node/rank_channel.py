@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class RankChannel:
         self.debugger = DebuggerDesk()
         self.activity: Activity | None = None
         """The rank's reply to the last TellActivity."""
+        self._replied = asyncio.Event()
         self.reading = asyncio.create_task(
             read_messages(sock, add_event, self._handle_reply, self._note_connection)
         )
@@ -68,7 +70,13 @@ class RankChannel:
     def ask_activity(self) -> None:
         """Ask the rank what it is doing; its reply becomes `activity`."""
         self.activity = None
+        self._replied.clear()
         self.tell(TellActivity())
+
+    async def await_activity(self, within_s: float) -> None:
+        """Wait some seconds for `activity`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._replied.wait(), within_s)
 
     async def hold(self, request: HoldRank | HoldForAction) -> Holding:
         """Ask the rank to pause after its current step, and return that step.
@@ -127,6 +135,7 @@ class RankChannel:
     def _handle_reply(self, message: Message) -> None:
         if isinstance(message, Activity):
             self.activity = message
+            self._replied.set()
         elif isinstance(message, ParkReply):
             self._note_parking(message.why_not)
         elif isinstance(message, Holding) and self._holding:

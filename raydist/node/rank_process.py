@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 EXAMINE_S = 0.6
 """Seconds over which a rank's CPU time is measured: the kernel counts it in hundredths of a
 second."""
+LOOK_S = 0.05
+"""Seconds between two looks at the CPU time of a rank that has not answered yet."""
 QUICK_S = 0.6
 """Seconds after which a rank that uses no CPU does not answer."""
 HELD_S = 1.0
@@ -229,7 +231,7 @@ class RankProcess:
             state, after = process_state(self.pid)
             answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
             while self.channel.activity is None and time.monotonic() < answer_by:
-                await asyncio.sleep(0.05)
+                await self.channel.await_activity(LOOK_S)
         after = process_state(self.pid)[1]
         busy = (after - before) / max(time.monotonic() - began, TICK_S)
         activity = self.channel.activity
@@ -254,7 +256,7 @@ class RankProcess:
         """
         before, began = main_thread_cpu(self.pid), time.monotonic()
         while self.channel.activity is None and state not in ("T", "t", ""):
-            await asyncio.sleep(0.01)
+            await self.channel.await_activity(LOOK_S)
             used, waited = main_thread_cpu(self.pid) - before, time.monotonic() - began
             if waited > ANSWER_S or used > HELD_S or (waited > QUICK_S and used <= TICK_S):
                 return

@@ -10,6 +10,7 @@ docs/monitoring.md explains each figure; deploy/monitoring/ has a board and aler
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ from raydist.recovery.straggler import own_shares
 from raydist.reporting.points import numbers
 from raydist.reporting.progress import Progress
 from raydist.reporting.result import Figures
-from raydist.shared import kinds
+from raydist.shared import ending, kinds
 from raydist.shared.kinds import Event
 
 AGAIN_S = 1.0
@@ -26,6 +27,8 @@ AGAIN_S = 1.0
 
 This is Ray's shortest report interval (`metrics_report_interval_ms`).
 """
+REPORT_S = 10.0
+"""Seconds between two of Ray's reports by default: a longer run has been seen."""
 VALUES = 100
 """Maximum number of names of `value`, each of which is a series.
 
@@ -110,6 +113,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         """The newest value of each gauge, which the thread sets again."""
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._repeat, name="raydist-metrics", daemon=True)
         self._progress = Progress()
         self._names = ValueNames(warn)
@@ -145,6 +149,8 @@ class Metrics(AbstractContextManager["Metrics"]):
             case kinds.Result():
                 self._end()
                 self._count("runs", status=event.status)
+                if event.status != "finished" or time.monotonic() - self._began > REPORT_S:
+                    ending.need_cleanup()
 
     def __exit__(self, *_: object) -> None:
         self._end()
@@ -228,6 +234,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     def _on_attempt(self, event: kinds.StartsAttempt) -> None:
         if isinstance(event, kinds.Restart):
             self._count("restarts", cause=self._failed)
+            ending.need_cleanup()
         self._set("hang_seconds", 0)
         for rank, host in self._slow.items():
             self._set("slow_ratio", 0, rank=str(rank), host=host)

@@ -18,11 +18,13 @@ from typing import NoReturn
 
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 WAIT_S = 10.0
-"""The longest time that a command waits at its end for cleanup.
+"""The longest time that a command waits at its end for cleanup that somebody needs.
 
 ray.shutdown takes 0.3 s, and seconds on a busy machine. Only at its end does it send what was
 counted for Prometheus since the last report, such as that the run failed.
 """
+BRIEFLY_S = 0.05
+"""The same for cleanup that nobody needs: it is a fifth of a short command on a Ray that is up."""
 
 COLLECT_AT = 50_000
 """New objects between garbage collections in a command, instead of 700.
@@ -34,6 +36,8 @@ imports Ray.
 _command = False
 """Whether this process runs a command, and ends with it."""
 _threads: list[threading.Thread] = []
+_needed = False
+"""Whether somebody needs the cleanup."""
 
 
 def run_exit_functions(code: int) -> None:
@@ -98,6 +102,12 @@ def tidy_up(work: Callable[[], None]) -> None:
     _threads[-1].start()
 
 
+def need_cleanup() -> None:
+    """Have the command wait at its end until its cleanup is done."""
+    global _needed
+    _needed = True
+
+
 def tidied() -> None:
     """Wait until all cleanup is done, because the process continues."""
     while _threads:
@@ -116,8 +126,8 @@ def run_to_the_end(main: Callable[[], int]) -> NoReturn:
     gc.set_threshold(COLLECT_AT)
     code = main()
     for thread in _threads:
-        thread.join(WAIT_S)
-        if thread.is_alive():  # Ray does not answer, and its threads might block the teardown
+        thread.join(WAIT_S if code or _needed else BRIEFLY_S)
+        if thread.is_alive():  # its threads might block the teardown
             finalize(code)
             os._exit(code)
     sys.exit(code)

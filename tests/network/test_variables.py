@@ -66,12 +66,14 @@ def planned(
         ("", {}, None),
     ],
 )
-def test_an_older_torch_is_told_to_record_collectives(
+def test_torch_records_collectives_and_no_more_of_gloo_than_reports_need(
     torch: str, environment: dict[str, str], size: str | None
 ) -> None:
     one = facts(1, versions={"torch": torch}, environment=environment)
-    values, _ = planned(job(), plan(node(1), per_node=1), one)
+    values, _ = planned(job(backend=Backend("nccl")), plan(node(1), per_node=1), one)
     assert values[0].get("TORCH_FR_BUFFER_SIZE") == size
+    values, _ = planned(job(), plan(node(1), per_node=1), one)
+    assert values[0].get("TORCH_FR_BUFFER_SIZE") == environment.get("TORCH_FR_BUFFER_SIZE", "32")
 
 
 def test_the_words_of_torchrun_on_uneven_nodes() -> None:

@@ -17,7 +17,7 @@ import atexit, gc, sys, time
 from pathlib import Path
 gc.freeze()  # as after the imports of a command
 from raydist.shared import ending
-from raydist.shared.ending import tidied, tidy_up, run_to_the_end
+from raydist.shared.ending import need_cleanup, tidied, tidy_up, run_to_the_end
 
 def tidy():
     Path("told").touch()
@@ -36,6 +36,11 @@ def main():
     file = open("file", "w")
     file.write("not closed")
     print("the end")
+    if sys.argv[3:] == ["finished"]:
+        return 0
+    if sys.argv[3:] == ["needed"]:
+        need_cleanup()
+        return 0
     return 3
 
 run_to_the_end(main)
@@ -64,6 +69,15 @@ def test_a_command_does_not_wait_for_long_for_what_tidies_up(tmp_path: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (3, "the end\nexit handler\n", "")
     assert (tmp_path / "told").exists()
     assert (tmp_path / "file").read_text() == "not closed"
+
+
+def test_a_command_waits_only_for_cleanup_that_is_needed(tmp_path: Path) -> None:
+    needed = run(tmp_path, "0.3", "60", "needed")
+    assert (needed.returncode, (tmp_path / "tidied").exists()) == (0, True)
+    (tmp_path / "tidied").unlink()
+    finished = run(tmp_path, "1000", "60", "finished")
+    assert (finished.returncode, finished.stdout) == (0, "the end\nexit handler\n")
+    assert not (tmp_path / "tidied").exists()
 
 
 def test_a_process_that_goes_on_waits_for_it(tmp_path: Path) -> None:
