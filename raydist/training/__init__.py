@@ -22,6 +22,8 @@ of it.
                           gathered block
     meta.py               Creates the values of a model on meta: the same whole, by blocks, or in a
                           stage
+    model_call.py         How a batch becomes the arguments of a model, and the loss that a model
+                          computes
     models.py             Small models for the jobs: each trains in seconds on a CPU
     optim.py              The optimizer, its groups, its learning rate for a global batch, its
                           schedule

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -221,7 +221,7 @@ class Portions(Dataset[Any]):
     def __getitems__(self, portion: Portion) -> Any:
         # One gather makes the batch; a look-up for each sample and a stack would take 20 times as
         # long.
-        if type(self.samples) is TensorDataset and self.collate is collate_samples:
+        if type(self.samples) is TensorDataset and self.collate is default_collate:
             indices = torch.from_numpy(portion.indices)
             return [tensor[indices] for tensor in self.samples.tensors]
         with self._seeded(portion.seed_key):
@@ -246,19 +246,6 @@ def keep_batch(batch: Any) -> Any:
     return batch
 
 
-def by_column(batch: Any) -> Any:
-    """Return a batch as (input, …, target).
-
-    A dict of columns gives its values in order; anything else is returned unchanged.
-    """
-    return list(batch.values()) if isinstance(batch, Mapping) else batch
-
-
-def collate_samples(samples: list[Any]) -> Any:
-    """Collate samples into a batch, as torch does."""
-    return by_column(default_collate(samples))
-
-
 def loader(
     samples: Dataset[Any],
     portions: Order | EvalSampler,
@@ -267,7 +254,7 @@ def loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader of `samples` in the order of `portions`, with persistent workers."""
     return DataLoader(
-        Portions(samples, collate or collate_samples),
+        Portions(samples, collate or default_collate),
         batch_sampler=portions,  # type: ignore[arg-type]  # torch passes its items on, whatever their type
         collate_fn=keep_batch,
         num_workers=settings.workers,

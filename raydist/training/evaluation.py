@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from raydist.training.model_call import loss_of_model, model_call
 from raydist.worker import context
 from raydist.worker.backends import Comm
 
@@ -41,13 +42,14 @@ def evaluate(
     """
     total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
     with in_mode(model, False), torch.no_grad():
-        for number, (*inputs, target) in enumerate(batches):
-            output, count = model(*inputs), len(target)
+        for number, batch in enumerate(batches):
+            call = model_call(batch, loss_of_model in metrics.values())
+            output, count = model(*call.inputs, **call.named), call.samples
             # No samples of this rank, or another stage of the pipeline has the output.
             if number >= counted or output is None:
                 continue
             for index, metric in enumerate(metrics.values()):
-                value = metric(output, target).double()
+                value = metric(output, call.target).double()
                 total[index] += value.sum() if value.dim() else value * count
             total[-1] += count
     *sums, count = comm.sum(total).tolist()

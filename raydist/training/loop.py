@@ -24,6 +24,7 @@ from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
 from raydist.training.evaluation import Metric
+from raydist.training.model_call import loss_of_model
 from raydist.training.outlive import outlive
 from raydist.training.rank_model import RankModel
 from raydist.training.step import Loss, StepFigures, Stepper
@@ -38,7 +39,7 @@ def fit(
     config: Job,
     *,
     train: Any,
-    loss: Loss,
+    loss: Loss | None = None,
     test: Dataset[Any] | None = None,
     metrics: Mapping[str, Metric] | None = None,
     model: torch.nn.Module | None = None,
@@ -52,15 +53,20 @@ def fit(
 
     - `config`: the settings, as the job's function gets them in its parameter `config`.
     - `train`: a map-style Dataset (`__len__` and `__getitem__`), such as `raydist.data.TokenFiles`.
-      A sample is a sequence (input, …, target), or a dict of columns in that order. Or a stream of
-      samples (IterableDataset of torch or of datasets), a loader of batches for this rank
-      (DataLoader, StatefulDataLoader), a ray.data.Dataset: docs/data.md says what each promises.
+      A sample is a sequence (input, …, target), or a dict of columns in that order; without `loss`
+      it is what the model takes. Or a stream of samples (IterableDataset of torch or of datasets),
+      a loader of batches for this rank (DataLoader, StatefulDataLoader), a ray.data.Dataset:
+      docs/data.md says what each promises.
     - `collate`: makes a batch of a list of samples. The default is torch's `default_collate`: a
       sample (tensor of shape [3, 32, 32], int) becomes a batch [tensor of shape [B, 3, 32, 32],
       tensor of shape [B]].
     - `model`: a module, called as `model(*inputs)`. It is moved to the rank's device and trained in
       place. None: the model that `model=` names.
-    - `loss`: `(output, target)` -> the mean over the batch, a tensor of shape [].
+    - `loss`: `(output, target)` -> the mean over the batch, a tensor of shape []. None: the model
+      computes its own, as those of transformers do. It is called with the whole batch: as
+      `model(**batch)` if that is a dict, else as `model(*batch)`. What it returns is the loss, or
+      has it as `.loss` or `["loss"]`, or is a tuple with one tensor of shape []. Metrics then get
+      (output, batch).
     - `test`: a map-style Dataset like `train`. Over all ranks each sample is evaluated once, in
       batches of at most B; `target` must have a length. None: no evaluation.
     - `metrics`: name -> `(output, target)` -> a tensor of shape [B] with one value per sample, or
@@ -83,8 +89,9 @@ def fit(
     ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test`
     is not a map-style Dataset; the samples do not fill one optimizer step; the global batch cannot
     be divided among the ranks; `checkpoint.best` names an unknown metric; `model=` names no model;
-    the checkpoint does not fit the model. RaydistError: called outside a run, or the ranks found
-    different checkpoints; NonFiniteError, a class of it: `train.nan=end` ends the training. What
+    the checkpoint does not fit the model; there is no `loss`, but a pipeline. RaydistError: called
+    outside a run, the ranks found different checkpoints, or there is no `loss` and the model
+    returns none; NonFiniteError, a class of it: `train.nan=end` ends the training. What
     `model`, `loss`, a metric or a data set raises is passed on.
     """
     current = context.current()
@@ -101,7 +108,10 @@ def fit(
         shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
         rank, ranks = shape.data_rank(me.rank), shape.data
         order, batches = sources.ordered(train, config, rank, ranks, collate, waits.add)
-        measured = {"test_loss": loss, **(metrics or {})} if test is not None else {}
+        if loss is None:
+            check_stages(shape.pp)
+        used_loss = loss or loss_of_model
+        measured = {"test_loss": used_loss, **(metrics or {})} if test is not None else {}
         check_best(config.checkpoint.best, measured)
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
         tests = None
@@ -117,7 +127,7 @@ def fit(
             waits.begin()
             checkpointer: Checkpointer = kind(config, comm)
             trained = RankModel(config, module, comm, me.device, rate)
-            state = begin_or_resume(config, trained, loss, order, batches, checkpointer)
+            state = begin_or_resume(config, trained, used_loss, order, batches, checkpointer)
             try:
                 return Training(state, batches, tests, checkpointer, waits).run()
             finally:
@@ -126,6 +136,13 @@ def fit(
                     checkpointer.catch_up()
 
         return outlive(comm, order, train_on)
+
+
+def check_stages(stages: int) -> None:
+    """Raise ConfigError if a model that computes its own loss is to be cut into stages."""
+    if stages > 1:
+        cause = "only the last stage has the output, and fit has no loss= to call there"
+        raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1")
 
 
 def check_best(best: str | None, metrics: Collection[str]) -> None:

@@ -26,7 +26,7 @@ from raydist.shared.errors import ConfigError
 from raydist.training import models, optim
 from raydist.training.blocks import find_blocks
 from raydist.training.heads import check_heads
-from raydist.training.rank_model import tensors_in
+from raydist.training.model_call import tensors_in
 from raydist.training.recompute import KEPT
 from raydist.training.stages import cut_model
 from raydist.worker.torch_private import fake_tensors, note_operations

@@ -13,6 +13,7 @@ from raydist.training import optim
 from raydist.training.blocks import find_blocks
 from raydist.training.evaluation import Metric, evaluate, same_buffers
 from raydist.training.meta import make_values, on_meta
+from raydist.training.model_call import tensors_in
 from raydist.training.recompute import recompute
 from raydist.worker import context
 from raydist.worker.backends import Comm
@@ -187,15 +188,6 @@ class BatchCopier:
         if isinstance(value, torch.Tensor):
             memory_format = self.format if value.dim() == 4 else torch.preserve_format
             return value.to(self.device, non_blocking=True, memory_format=memory_format)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: self.copy(inner) for key, inner in value.items()}
         return [self.copy(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(inner)

@@ -20,7 +20,7 @@ import pickle
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from xxhash import xxh3_64
 
 from raydist.settings.config import Data, Job
@@ -375,7 +375,7 @@ def stream(
         )
     order = data.Order(0, total, accumulate, rank, world_size, job.seed, settings.shuffle)
     order.hashes = deque() if job.train.check_resume else None
-    deal = make_deal(kind, train, job, order, comm, collate or data.collate_samples)
+    deal = make_deal(kind, train, job, order, comm, collate or default_collate)
     deal.hashed = job.train.check_resume
     found = Stream(deal, comm, name, order, note_wait)
     found.size = length(train, kind, found, deal.count) * total
@@ -437,17 +437,12 @@ def make_deal(
         )
     if kind == "ray":
         train = split_over_ray(train, order.rank, order.world_size, order.portion, comm)
-    return Deal(kind, train, order.accumulate, as_columns, own_seed, keeps_its_place(train))
+    return Deal(kind, train, order.accumulate, list, own_seed, keeps_its_place(train))
 
 
 def cut(collate: Collate, cuts: Sequence[tuple[int, int]], samples: list[Any]) -> list[Batch]:
     """Collate the samples at these ranges into micro-batches."""
     return [collate(samples[first:last]) for first, last in cuts]
-
-
-def as_columns(batches: list[Any]) -> list[Batch]:
-    """Return the batches of a loader in the form that the loop takes."""
-    return [data.by_column(each) for each in batches]
 
 
 def keeps_its_place(train: Any) -> bool:
@@ -547,8 +542,8 @@ def raw(value: Any) -> bytes:
     """Return the bytes of a sample. A tensor's pickle would contain the address of its memory."""
     if isinstance(value, torch.Tensor):
         return value.numpy(force=True).tobytes()
-    if isinstance(value, dict | list | tuple):
-        return b"".join(map(raw, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, Mapping | list | tuple):
+        return b"".join(map(raw, value.values() if isinstance(value, Mapping) else value))
     return pickle.dumps(value)
 
 

@@ -15,6 +15,7 @@ from raydist.shared.errors import ConfigError
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot_layout import State
 from raydist.training import optim
+from raydist.training.model_call import loss_of_model, model_call
 from raydist.training.rank_model import RankModel
 from raydist.worker import context
 from raydist.worker.torch_private import scaler_state
@@ -115,12 +116,12 @@ class Stepper:
 
     def _forward(self, batch: Any, share: float) -> torch.Tensor:
         """Return the loss of a batch x `share`. With a pipeline this includes the backward pass."""
-        *inputs, target = self.model.copier.copy_ahead(batch)
+        call = model_call(self.model.copier.copy_ahead(batch), self.loss is loss_of_model)
         if self.model.pipeline is not None:
-            return self.model.pipeline.step(inputs, target, self.loss, share)
+            return self.model.pipeline.step(call.inputs, call.target, self.loss, share)
         context.phase("forward")
         with self.model.cast:
-            loss = self.loss(self.model.wrapped(*inputs), target)
+            loss = self.loss(self.model.wrapped(*call.inputs, **call.named), call.target)
             return loss if share == 1 else loss * share
 
     def _backward(self, loss: torch.Tensor) -> None:
