@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-from raydist.flow import claimed, run_job
+from raydist.flow import create_run, run_job
 from raydist.launch.gangs import OneOfMany
 from raydist.launch.payload import RemoteCall
 from raydist.reporting.result import Result
@@ -159,4 +159,4 @@ def submit(
         losses = [e.values["loss"] for e in run.events() if isinstance(e, raydist.events.Report)]
         run.result().metrics
     """
-    return Run(*claimed(job, overrides, args, kwargs), on_event)
+    return Run(*create_run(job, overrides, args, kwargs), on_event)

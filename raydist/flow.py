@@ -23,7 +23,7 @@ from raydist.launch.model_check import ModelCheck
 from raydist.launch.payload import RemoteCall
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.deputy import Duty
-from raydist.recovery.attempts import Attempts, explained
+from raydist.recovery.attempts import Attempts, explain_failure
 from raydist.recovery.policy import settle_job
 from raydist.reporting import result
 from raydist.reporting.page_files import last_page
@@ -78,10 +78,10 @@ def run(
 
         raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
     """
-    return run_job(*claimed(job, overrides, args, kwargs), on_event=on_event)
+    return run_job(*create_run(job, overrides, args, kwargs), on_event=on_event)
 
 
-def claimed(
+def create_run(
     job: str | Callable[..., Any],
     overrides: Sequence[str],
     args: Sequence[Any],
@@ -163,7 +163,7 @@ def attempt_job(
     attempts, turn = Attempts(job, call, events, deputies), turn_of(job, events)
     while attempts.outcome is None:
         attempt_placed(job, events, attempts, turn, many)
-    return attempts.concluded()
+    return attempts.conclude()
 
 
 def attempt_placed(
@@ -194,11 +194,11 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
     # a profile is made, and a person attended to, in a process of the rank's own
     own_process = job.script or job.watch.profile or job.watch.post_mortem
     if alone and plan.world_size == 1 and not own_process:
-        return explained(inline.run_here(settle_job(job, plan), plan, call, events), events)
+        return explain_failure(inline.run_here(settle_job(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
     with inline.in_thread(plan, events) as group:
         carry_out(job, group, events, attempts)
-    return attempts.concluded()
+    return attempts.conclude()
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
@@ -206,7 +206,7 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     events.add(kinds.Plan(**group.plan.as_event()))
     job = settle_job(job, group.plan)
     try:
-        group.open(job, preload.of(job), warm_server.acquire(job), attempts.made)
+        group.open(job, preload.of(job), warm_server.acquire(job), attempts.count)
         network_check.check_network(group, events.warn)
     except Exception as error:
         if not attempts.lost_while_opening(job, group, error):

@@ -111,13 +111,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if len(chosen) > 1:
         flags = [f"--{flag.replace('_', '-')}" for flag in chosen]
         raise ConfigError.of(
-            flags[1], None, "only one of these flags at a time", flags[0], typed=" ".join(flags)
+            flags[1], None, "only one of these flags at a time", flags[0], text=" ".join(flags)
         )
     for flag, known in CHOICES.items():
         if (value := getattr(arguments, flag)) not in (None, *known):
             raise ConfigError.unknown(f"--{flag}", value, known)
     if arguments.time and arguments.multirun:
-        raise ConfigError.of("--time", None, "it measures one run", typed="--multirun --time")
+        raise ConfigError.of("--time", None, "it measures one run", text="--multirun --time")
     if arguments.resolve and not arguments.cfg:
         raise ConfigError.of("--resolve", None, "it needs --cfg", "--cfg job --resolve")
     return arguments

@@ -361,7 +361,7 @@ def healthy() -> Report:
         [Host("node-1", "10.0.0.1", "eth0")], "2 ranks on 1 node, backend gloo, over eth0"
     )
     for check in doctor_findings.CHECKS:
-        report.passed(check)
+        report.note_check(check)
     return report
 
 
@@ -375,7 +375,7 @@ def failing() -> Report:
     """Return a report with a finding of each of the doctor's own checks."""
     hosts = [Host(f"node-{i}", f"10.0.0.{i}", "eth0") for i in range(1, 7)]
     report = Report(hosts, "6 ranks on 6 nodes, backend gloo, over eth0", gpus=True)
-    report.measured(trips := trips_of(len(hosts)), 1.25)
+    report.note_trips(trips := trips_of(len(hosts)), 1.25)
     same = {"python": "3.11.7", **VERSIONS}
     other, none = {**same, "python": "3.11.2", "torch": "2.14.0"}, {"python": "3.11.7"}
     trials: list[dict[str, Any]] = [

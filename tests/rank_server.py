@@ -8,5 +8,5 @@ import gc
 from raydist.node import huge_pages
 
 gc.freeze()  # a rank that collects garbage would copy the pages of what it only looks at
-for address in huge_pages.scattered():
+for address in huge_pages.scattered_addresses():
     huge_pages.collapse(address)

@@ -34,7 +34,7 @@ from raydist.reporting.page_files import Pages
 from raydist.settings.config import Watch
 from raydist.shared.kinds import Event
 from raydist.sweeps.table import SweepScreen, summary_facts, sweep_headline, table_rows
-from raydist.sweeps.trial import Trial, WatchedTrial, objectives, unreported_objective
+from raydist.sweeps.trial import Trial, WatchedTrial, parse_objectives, unreported_objective
 from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, sweep, warm
 from tests import canned, machines
 from tests.conftest import ROOT
@@ -174,7 +174,10 @@ def sweeps(here: Path) -> str:
             Trial(number, settings, state, step=8 * number, values=values, why=why, wall_s=number)  # type: ignore[arg-type]
         )
     text = []
-    for wanted in (objectives("min:test_loss"), objectives("min:test_loss,max:accuracy")):
+    for wanted in (
+        parse_objectives("min:test_loss"),
+        parse_objectives("min:test_loss,max:accuracy"),
+    ):
         stream, (live := WatchedTrial(wanted)).metrics["steps"] = io.StringIO(), 96
         sweep_screen = SweepScreen(Watch(progress="lines"), wanted, stream)
         for trial in trials[:4]:
@@ -218,7 +221,7 @@ def refusals(here: Path) -> str:
     )
     for objective in ("min:los", "max:bleu"):  # what a sweep says once its first trial has finished
         trial = Trial(0, {}, metrics={"loss": 0.1, "accuracy": 0.9, "steps": 48})
-        text += f"{unreported_objective(trial, objectives(objective))}\n"
+        text += f"{unreported_objective(trial, parse_objectives(objective))}\n"
     return re.sub(r"\d+ are known", "N are known", text)
 
 

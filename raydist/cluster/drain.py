@@ -43,7 +43,7 @@ class DrainNotice:
         return SHARE * (USUAL_S if self.left_s is None else self.left_s)
 
 
-def draining() -> dict[str, float]:
+def drain_deadlines() -> dict[str, float]:
     """Return node id -> deadline of each node that Ray drains.
 
     A deadline is in seconds since the epoch; 0 means none.
@@ -63,7 +63,7 @@ def draining() -> dict[str, float]:
 
 def not_draining(nodes: Sequence[Node]) -> list[Node]:
     """Return the nodes that Ray does not drain."""
-    drained = draining()
+    drained = drain_deadlines()
     return [node for node in nodes if node.id not in drained]
 
 
@@ -80,7 +80,7 @@ def drain_notice(
 ) -> DrainNotice | None:
     """Return the notice for these ranks; None if Ray drains none of their nodes.
 
-    `deadlines`: as returned by `draining`.
+    `deadlines`: as returned by `drain_deadlines`.
     """
     drained = [slot for slot in slots if slot.node.id in deadlines]
     if not drained:

@@ -259,7 +259,7 @@ def _unmatched(nodes: Sequence[Node], selector: Mapping[str, str]) -> ConfigErro
         )
     every = " ".join(f"scale.labels.{key}={pattern}" for key, pattern in selector.items())
     return ConfigError.of(
-        "scale.labels", dict(selector), "no node has all of them; leave one out", typed=every
+        "scale.labels", dict(selector), "no node has all of them; leave one out", text=every
     )
 
 

@@ -86,11 +86,11 @@ def find_part(path: str) -> Any:
 def require(path: str) -> Any:
     """Return the object at `module:attribute`; LaunchError if this Ray lacks it."""
     if (part := find_part(path)) is None:
-        raise missing(path)
+        raise missing_part(path)
     return part
 
 
-def missing(path: str) -> LaunchError:
+def missing_part(path: str) -> LaunchError:
     """Return the error for a part that this Ray lacks."""
     import ray
 
@@ -153,7 +153,7 @@ async def read_log(
 def client_headers(client: Any) -> dict[str, str]:
     """Return the headers of a JobSubmissionClient, which have the token."""
     if (headers := getattr(client, "_headers", None)) is None:
-        raise missing("JobSubmissionClient._headers")
+        raise missing_part("JobSubmissionClient._headers")
     return dict(headers)
 
 
@@ -246,7 +246,7 @@ def job_config_without_folders() -> Any:
 
     config = ray.job_config.JobConfig()
     if not isinstance(getattr(config, DRIVER_FOLDERS, None), list):
-        raise missing(f"JobConfig.{DRIVER_FOLDERS}")
+        raise missing_part(f"JobConfig.{DRIVER_FOLDERS}")
     setattr(config, DRIVER_FOLDERS, Nothing())
     return config
 

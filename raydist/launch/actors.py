@@ -34,16 +34,16 @@ class Waiting:
         self._patience = patience
         self._events = events
         self._began = time.monotonic()
-        self._reported = ""
+        self._last_report = ""
 
     def report(self, reason: str) -> None:
         """Report that the wait continues. `reason`: what is missing, for a person."""
         signals.raise_again()
         if time.monotonic() - self._began > self._patience:
             raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {reason}")
-        if reason != self._reported:
+        if reason != self._last_report:
             self._events.add(kinds.Wait(text=reason))
-        self._reported = reason
+        self._last_report = reason
 
 
 class Actors:

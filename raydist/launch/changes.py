@@ -19,7 +19,7 @@ class Changes:
     def __init__(self) -> None:
         self.attempt = 0
         """The number of attempts that have begun."""
-        self._made: list[tuple[int, int, Values]] = []
+        self._changes: list[tuple[int, int, Values]] = []
         """The number of the raydist.fit, the step after which, and the new values."""
         self._lock = threading.Lock()
         """Guards both."""
@@ -28,9 +28,9 @@ class Changes:
         """Return what the ranks of the next attempt need to know of the changes so far."""
         with self._lock:
             self.attempt += 1
-            if not self._made:
+            if not self._changes:
                 return []
-            return [EnvVar(env_names.CHANGES, json.dumps(self._made), "raydist set")]
+            return [EnvVar(env_names.CHANGES, json.dumps(self._changes), "raydist set")]
 
     @contextmanager
     def noted(self, attempt: int, fit: int, step: int, values: Values) -> Iterator[None]:
@@ -42,5 +42,5 @@ class Changes:
         with self._lock:
             if self.attempt != attempt:
                 raise LaunchError("the ranks have been started again meanwhile; type it again")
-            self._made.append((fit, step, values))
+            self._changes.append((fit, step, values))
             yield

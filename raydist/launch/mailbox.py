@@ -97,9 +97,9 @@ class Mailbox:
         self._send_within = send_within
         self._exchange = exchange
         self._unsent: list[NodeRequest] = []
-        self._waiting: dict[int, Future[Any]] = {}
+        self._replies: dict[int, Future[Any]] = {}
         """By number: the requests without an answer."""
-        self._made = 0
+        self._newest_number = 0
         self._calls = 0
         """The number of open calls."""
 
@@ -107,9 +107,9 @@ class Mailbox:
         """Send a request to an agent of the node."""
         reply: Future[AnyReply] = Future()
         with self._lock:
-            self._made += 1
-            self._waiting[self._made] = reply
-            self._unsent.append(NodeRequest(self._made, local_rank, request))
+            self._newest_number += 1
+            self._replies[self._newest_number] = reply
+            self._unsent.append(NodeRequest(self._newest_number, local_rank, request))
             self._send_within(self, NEWS_LINGER_S if isinstance(request, GetNews) else LINGER_S)
         return reply
 
@@ -134,8 +134,8 @@ class Mailbox:
         answers = call.result()
         with self._lock:
             self._calls -= 1
-            replies = [self._waiting.pop(answer.number, None) for answer in answers]
-            if not self._calls and len(self._waiting) > len(self._unsent):
+            replies = [self._replies.pop(answer.number, None) for answer in answers]
+            if not self._calls and len(self._replies) > len(self._unsent):
                 self._send_within(self, 0.0)
         for reply, answer in zip(replies, answers, strict=True):
             if reply is None:  # its call failed before: a connection broke, but the actor lives
@@ -151,7 +151,7 @@ class Mailbox:
             self._calls -= 1
             unsent = {request.number for request in self._unsent}
             lost = [
-                self._waiting.pop(number) for number in list(self._waiting) if number not in unsent
+                self._replies.pop(number) for number in list(self._replies) if number not in unsent
             ]
         for reply in lost:
             reply.set_exception(CallLost(error))

@@ -23,9 +23,9 @@ class OpenedNodes:
         """By node id: the name of its fork server, if the node was opened after the others."""
         self._replies: dict[str, Opened] = {}
         """By node id: the reply of its first agent."""
-        self._started: dict[str, list[ProcessId]] = {}
+        self._processes: dict[str, list[ProcessId]] = {}
         """By node id: the processes that its agents have started."""
-        self._left: dict[str, list[ProcessId]] = {}
+        self._leftovers: dict[str, list[ProcessId]] = {}
         """The same of agents that are gone, until their node's ranks are started again."""
 
     def run_of(self, slot: Slot) -> str:
@@ -70,19 +70,21 @@ class OpenedNodes:
 
     def note_started(self, slots: Sequence[Slot], processes: Sequence[ProcessId]) -> None:
         """Note the processes of all ranks, once they are started."""
-        self._started = {slot.node.id: [] for slot in slots}
+        self._processes = {slot.node.id: [] for slot in slots}
         for slot, process in zip(slots, processes, strict=True):
-            self._started[slot.node.id].append(process)
-        self._left.clear()
+            self._processes[slot.node.id].append(process)
+        self._leftovers.clear()
 
     def note_lost(self, slots: Sequence[Slot]) -> None:
         """Note that the agents of these slots are gone; their processes may still be there."""
         for slot in slots:
-            self._left.setdefault(slot.node.id, []).extend(self._started.pop(slot.node.id, []))
+            self._leftovers.setdefault(slot.node.id, []).extend(
+                self._processes.pop(slot.node.id, [])
+            )
 
     def left_on(self, slot: Slot) -> tuple[ProcessId, ...]:
         """Return the processes that lost agents may have left on the node of a slot."""
-        return tuple(self._left.get(slot.node.id, ()))
+        return tuple(self._leftovers.get(slot.node.id, ()))
 
     def facts(
         self, slots: Sequence[Slot], gpus: Sequence[Sequence[str] | None]

@@ -66,7 +66,7 @@ def placed_group(
                 nodes = wait_until_placed(held, request, job.scale.wait_s, events)
             else:
                 held, nodes = group_in_turn(job, request, address, events, turn)
-            turn.placed(nodes)
+            turn.note_placement(nodes)
             if turn.waited_s:
                 events.add(kinds.Phase(name="queue", s=turn.waited_s))
             plan = placement.assign_ranks(request, nodes)
@@ -132,7 +132,7 @@ class RayHosts(Hosts):
         return self._actors.plan
 
     def draining(self) -> Mapping[str, float]:
-        return drain.draining()
+        return drain.drain_deadlines()
 
     def wanted_by(self) -> str:
         return self.turn.wanted_by()

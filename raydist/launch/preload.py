@@ -89,10 +89,10 @@ def installed_imports(first: Path) -> list[str]:
             *imports,
             *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else []),
         ]
-    return [*lasting(dict.fromkeys(names))]
+    return [*lasting_modules(dict.fromkeys(names))]
 
 
-def lasting(modules: Iterable[str]) -> tuple[str, ...]:
+def lasting_modules(modules: Iterable[str]) -> tuple[str, ...]:
     """Return those modules that a kept server may import.
 
     They exclude the user's own files, which change from run to run, and which the ranks import.

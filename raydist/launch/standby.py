@@ -34,7 +34,7 @@ class WarmNode(NamedTuple):
     node: Node
     run: str
     """The name of its fork server."""
-    opened: Future[Opened]
+    first_reply: Future[Opened]
     """The reply of its first agent."""
 
 
@@ -73,9 +73,9 @@ class StandbyNodes:
         """By bundle: the standby node on it."""
         self._request: Open | None = None
         self._first_group = actors.groups[0][0]
-        self._lost: set[tuple[int, str]] = set()
+        self._lost_bundles: set[tuple[int, str]] = set()
         """Bundles whose actor is gone, each with its node."""
-        self._avoiding: dict[int, float] = {}
+        self._avoiding_since: dict[int, float] = {}
         """By bundle that waits for a node without incidents: since when."""
         self._avoid_none = False
         """Whether such a bundle got no node in time."""
@@ -93,11 +93,15 @@ class StandbyNodes:
         """
         from ray.util.placement_group import remove_placement_group
 
-        placed = self._placed()
-        used = {slot.bundle for slot in self._actors.plan.slots} if running else self._used(placed)
+        placed = self._node_by_bundle()
+        used = (
+            {slot.bundle for slot in self._actors.plan.slots}
+            if running
+            else self._bundles_in_use(placed)
+        )
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
-            if gone or (warm.opened.done() and warm.opened.exception() is not None):
+            if gone or (warm.first_reply.done() and warm.first_reply.exception() is not None):
                 del self._warm[bundle]
                 self._actors.kill_bundle(bundle)
         self._stop_avoiding(placed)
@@ -107,7 +111,7 @@ class StandbyNodes:
         for bundle, node in placed.items():
             if bundle in used or bundle in self._warm:
                 continue
-            self._avoiding.pop(bundle, None)
+            self._avoiding_since.pop(bundle, None)
             if node.id not in taken and not self._avoid(node, len(used & placed.keys()), placed):
                 self._open(bundle, node)
                 taken.add(node.id)
@@ -122,13 +126,13 @@ class StandbyNodes:
 
         That needs room on other nodes. `used`: the number of nodes with ranks.
         """
-        count = used + len(self._warm) + len(self._avoiding)
+        count = used + len(self._warm) + len(self._avoiding_since)
         if not self.elastic or count < self._min or not self._reason_to_avoid(node, True):
             return False
         others = self._free_nodes(placed) if count < self._max and not self._avoid_none else []
         if others:
             bundle = self._request_node(sorted({each.id for each in self._nodes()} - set(others)))
-            self._avoiding[bundle] = time.monotonic()
+            self._avoiding_since[bundle] = time.monotonic()
         avoided = count >= self._max or bool(others)
         if (node.id, avoided) not in self._reported:
             self._reported.add((node.id, avoided))
@@ -143,10 +147,10 @@ class StandbyNodes:
         """Remove bundles that have waited too long for a node without incidents."""
         from ray.util.placement_group import remove_placement_group
 
-        for bundle, since in list(self._avoiding.items()):
+        for bundle, since in list(self._avoiding_since.items()):
             if bundle not in placed and time.monotonic() - since > AVOID_S:
                 self._avoid_none = True
-                del self._avoiding[bundle]
+                del self._avoiding_since[bundle]
                 remove_placement_group(self._actors.groups.pop(bundle)[0])
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
@@ -167,7 +171,7 @@ class StandbyNodes:
         """
         self.refresh()
         now = len(self._actors.plan.nodes)
-        ready = [warm for warm in self._warm.values() if warm.opened.done()]
+        ready = [warm for warm in self._warm.values() if warm.first_reply.done()]
         if not self.elastic or not ready or len(ready) < len(self._warm) or now >= self._max:
             return ""
         return f"{counted(min(self._max, now + len(ready)), 'node')} now, {now} before"
@@ -177,7 +181,7 @@ class StandbyNodes:
 
         Nodes that are still warming count.
         """
-        return len({node.id for node in self._placed().values()}) >= self._min
+        return len({node.id for node in self._node_by_bundle().values()}) >= self._min
 
     def replace_nodes(self, lost: Sequence[int]) -> Plan:
         """Assign the ranks anew, and wait for enough nodes.
@@ -187,14 +191,14 @@ class StandbyNodes:
         """
         waiting = Waiting(self._wait_s, self._events)
         for slot in (self._actors.plan.slots[rank] for rank in lost):
-            self._lost.add((slot.bundle, slot.node.id))
+            self._lost_bundles.add((slot.bundle, slot.node.id))
             self._actors.kill_bundle(slot.bundle)
         while (plan := self._next_plan()) is None:
-            waiting.report(self._missing())
+            waiting.report(self._describe_missing())
             time.sleep(POLL_S)
         before = self._actors.plan.nodes
         self._actors.set_plan(plan)
-        self._lost -= {(slot.bundle, slot.node.id) for slot in plan.slots}
+        self._lost_bundles -= {(slot.bundle, slot.node.id) for slot in plan.slots}
         if len(plan.nodes) != len(before):
             self._events.add(
                 kinds.Resize(nodes=len(plan.nodes), before=len(before), **plan.as_event())
@@ -220,7 +224,7 @@ class StandbyNodes:
         """
         used = {slot.bundle for slot in self._actors.plan.slots}
         promoted = [self._warm.pop(bundle) for bundle in list(self._warm) if bundle in used]
-        return {warm.node.id: (warm.run, warm.opened.result()) for warm in promoted}
+        return {warm.node.id: (warm.run, warm.first_reply.result()) for warm in promoted}
 
     def close(self) -> list[Future[Any]]:
         """Close the standby agents and remove the additional placement groups.
@@ -238,7 +242,7 @@ class StandbyNodes:
     def _next_plan(self) -> Plan | None:
         """Return the plan on the nodes that are ready now; None if they are too few."""
         placed = self.refresh(running=False)
-        used = self._used(placed)
+        used = self._bundles_in_use(placed)
         ready = {
             b: node
             for b, node in placed.items()
@@ -247,15 +251,17 @@ class StandbyNodes:
         return placement.resize_plan(self._actors.plan, ready, self._min, self._max)
 
     def _ready(self, bundle: int) -> bool:
-        opened = self._warm[bundle].opened
+        opened = self._warm[bundle].first_reply
         return opened.done() and opened.exception() is None
 
-    def _used(self, placed: Mapping[int, Node]) -> set[int]:
+    def _bundles_in_use(self, placed: Mapping[int, Node]) -> set[int]:
         """Return the bundles whose ranks have not lost their actors."""
-        kept = {(slot.bundle, slot.node.id) for slot in self._actors.plan.slots} - self._lost
+        kept = {
+            (slot.bundle, slot.node.id) for slot in self._actors.plan.slots
+        } - self._lost_bundles
         return {bundle for bundle, node in kept if bundle in placed and placed[bundle].id == node}
 
-    def _placed(self) -> dict[int, Node]:
+    def _node_by_bundle(self) -> dict[int, Node]:
         """Return the node of each placed bundle, if that node is alive and not draining."""
         from ray.util.placement_group import placement_group_table
 
@@ -296,9 +302,9 @@ class StandbyNodes:
         groups[bundle] = self._create_group(self._actors.plan.request, 1, elsewhere), 0
         return bundle
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         """Return a text, for a person, about the nodes that the job waits for."""
-        placed = self._placed()
+        placed = self._node_by_bundle()
         if self._warm and all(bundle in placed for bundle in self._warm):
             return f"waiting for {counted(len(self._warm), 'node')} to get ready"
         request = self._actors.plan.request

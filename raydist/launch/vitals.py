@@ -38,7 +38,7 @@ class Rhythm:
     due: float
     every_s: float = FIRST_S
 
-    def said(self, now: float, size: int) -> None:
+    def note(self, now: float, size: int) -> None:
         """Note that an event of `size` bytes was emitted at `now`."""
         self.every_s = max(min(2 * self.every_s, EVERY_S), size / BYTES_PER_S)
         self.due = now + self.every_s
@@ -61,7 +61,7 @@ class Vitals(AbstractContextManager["Vitals"]):
         self._pace = pace
         self._call = call
         self._leads = {slot.rank: slot.node.host for slot in plan.slots if slot.local_rank == 0}
-        self._asked: dict[int, Future[NodeLoad]] = {}
+        self._calls: dict[int, Future[NodeLoad]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -89,7 +89,7 @@ class Vitals(AbstractContextManager["Vitals"]):
                 event = kinds.Warning(text=f"no more {kind} events: {why}")
             else:
                 size = len(json.dumps(event.to_json())) if event else 0
-                due[kind].said(time.monotonic(), size)
+                due[kind].note(time.monotonic(), size)
             with self._lock:
                 if event and not self._closed.is_set():
                     self._events.add(event)
@@ -107,12 +107,12 @@ class Vitals(AbstractContextManager["Vitals"]):
         A node that has not answered the last request gets no other.
         """
         for rank in self._leads:
-            if rank not in self._asked or self._asked[rank].done():
-                self._asked[rank] = self._call(rank, GetLoad())
-        done, _ = wait(self._asked.values(), longest(LOAD_S, len(self._asked)))
+            if rank not in self._calls or self._calls[rank].done():
+                self._calls[rank] = self._call(rank, GetLoad())
+        done, _ = wait(self._calls.values(), longest(LOAD_S, len(self._calls)))
         answers = {
             rank: call.result()
-            for rank, call in self._asked.items()
+            for rank, call in self._calls.items()
             if call in done and not call.exception()
         }
         nodes = {self._leads[rank]: load for rank, load in answers.items()}

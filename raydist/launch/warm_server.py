@@ -56,7 +56,9 @@ def prepare(job: Job) -> WarmServer | None:
     from raydist.launch import preload  # the server starts before this is imported
 
     if server := acquire(job):
-        kept_server.tell(Path(server.folder), ImportModules(preload.lasting(preload.of(job))))
+        kept_server.tell(
+            Path(server.folder), ImportModules(preload.lasting_modules(preload.of(job)))
+        )
     return server
 
 

@@ -117,7 +117,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             mpirun=job.backend.mpi.mpirun,
             secret=secrets.token_hex(32),
             keep_s=job.scale.keep_warm_s,
-            installed=preload.lasting(modules),
+            installed=preload.lasting_modules(modules),
             warm_server=warm_server,
             ray_stays=self.hosts.ray_stays,
         )

@@ -37,7 +37,7 @@ class AgentHost:
         """The answers that no call has taken yet."""
         self._waiter: asyncio.Future[None] | None = None
         """The future of the call that waits for answers."""
-        self._asked: set[int] = set()
+        self._answering_ranks: set[int] = set()
         """The local ranks whose agents are answering GetNews."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._deputy: DeputyProcess | None = None
@@ -52,7 +52,7 @@ class AgentHost:
         """
         loop = asyncio.get_running_loop()
         if self._deputy is not None:
-            self._deputy.heard(self._step)
+            self._deputy.note_question(self._step)
         for request in requests:
             task = loop.create_task(self._handle(request))
             self._tasks.add(task)  # the loop holds only weak references
@@ -77,7 +77,7 @@ class AgentHost:
                 self._dismiss_deputy()
         loop, late = asyncio.get_running_loop(), float("inf")
         if isinstance(request, GetNews):
-            self._asked.add(local_rank)
+            self._answering_ranks.add(local_rank)
             late = loop.time() + request.patience
         try:
             answer = Answer(number, await self._reply(agent, request))
@@ -85,8 +85,8 @@ class AgentHost:
             answer = Answer(number, error=picklable(error))
         self._answers.append(answer)
         if isinstance(request, GetNews):
-            self._asked.discard(local_rank)
-        if loop.time() >= late and self._asked:
+            self._answering_ranks.discard(local_rank)
+        if loop.time() >= late and self._answering_ranks:
             self._ask_all()
             loop.call_later(HOLD_S, self._wake)
         else:
@@ -106,7 +106,7 @@ class AgentHost:
         deputy = await asyncio.to_thread(DeputyProcess.start, duty)
         self._dismiss_deputy()
         self._deputy = deputy
-        deputy.heard(self._step)
+        deputy.note_question(self._step)
         if not self._agents:  # the run ended meanwhile
             self._dismiss_deputy()
 
@@ -120,7 +120,7 @@ class AgentHost:
 
         One reply costs the driver as much as many.
         """
-        for local_rank in self._asked:
+        for local_rank in self._answering_ranks:
             self._agents[local_rank].tell_now()
 
     def _wake(self) -> None:

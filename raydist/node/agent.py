@@ -114,7 +114,7 @@ class RankAgent:
         self._own_server: ForkServer | None = None
         """The fork server, if this agent started it."""
         self._client: ForkClient | None = None
-        self._connecting: asyncio.Task[ForkClient] | None = None
+        self._connection_task: asyncio.Task[ForkClient] | None = None
         self._writer: Writer | None = None
         self._process: RankProcess | None = None
         """The newest start of the rank."""
@@ -141,7 +141,7 @@ class RankAgent:
             case StartRank():
                 return await self.start(request)
             case GetNews():
-                return await self._started().news(request.patience)
+                return await self._newest_process().news(request.patience)
             case GetStatus():
                 return self._process.status() if self._process is not None else None
             case Examine(quick):
@@ -151,25 +151,25 @@ class RankAgent:
             case AskNccl():
                 return await self._process.ask_nccl() if self._process is not None else ""
             case HoldRank():
-                return (await self._started().hold(request)).step
+                return (await self._newest_process().hold(request)).step
             case HoldForAction():
-                return await self._started().hold(request)
+                return await self._newest_process().hold(request)
             case PrepareProfile():
-                return await self._running().channel.prepare_profile(request)
+                return await self._running_process().channel.prepare_profile(request)
             case PrepareEditor():
-                return await self._running().channel.prepare_editor(request)
+                return await self._running_process().channel.prepare_editor(request)
             case StopAfter() | ReleaseRank() | DoAfter() | ReleaseFromAction() | Meet():
                 return self._process.channel.tell(request) if self._process is not None else None
             case HoldTimeouts():
-                return await self._running().channel.hold_timeouts(request)
+                return await self._running_process().channel.hold_timeouts(request)
             case LetGoTimeouts():
                 return self._process.channel.tell(request) if self._process is not None else None
             case AttachDebugger() | TellDebugger() | DetachDebugger() | ProfileNow():
-                return self._running().channel.tell(request)
+                return self._running_process().channel.tell(request)
             case ReadDebugger(patience):
-                return await self._running().channel.debugger.read(patience)
+                return await self._running_process().channel.debugger.read(patience)
             case CommandRequest():
-                return await self._started().commands.handle(request)
+                return await self._newest_process().commands.handle(request)
             case GetValue():
                 return self.value()
             case IsOpen():
@@ -211,8 +211,8 @@ class RankAgent:
                 kept_server.choose, request, place
             )
         # At once: a server to be kept for a moment only would end while the facts are read.
-        self._connecting = asyncio.create_task(ForkClient.connect(place))
-        self._client = await self._connecting
+        self._connection_task = asyncio.create_task(ForkClient.connect(place))
+        self._client = await self._connection_task
         if request.lead:
             from raydist.node import probe
 
@@ -352,9 +352,9 @@ class RankAgent:
         """
         if self._checkup is not None:
             await self._checkup.close()
-        if self._connecting is not None:
+        if self._connection_task is not None:
             # The first agent may have failed while this one still waits for its server.
-            self._connecting.cancel()
+            self._connection_task.cancel()
         if self._client is not None:
             if self._client.quiet() > rank_process.STOP_S:
                 self._client.end_server()
@@ -374,15 +374,15 @@ class RankAgent:
         assert self._client is not None, "open() comes first"
         return self._client
 
-    def _started(self) -> RankProcess:
+    def _newest_process(self) -> RankProcess:
         """Return the newest start of the rank."""
         if self._process is None:
             raise LaunchError("the rank has not been started")
         return self._process
 
-    def _running(self) -> RankProcess:
+    def _running_process(self) -> RankProcess:
         """Return the rank's process. Raises LaunchError if it has ended."""
-        process = self._started()
+        process = self._newest_process()
         if not process.running:
             raise LaunchError("the rank has ended")
         return process
@@ -393,7 +393,7 @@ class RankAgent:
 
     def _add_event(self, event: EventJson) -> None:
         """Keep an event of the writer for the driver."""
-        self._started().reports.add(event)
+        self._newest_process().reports.add(event)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

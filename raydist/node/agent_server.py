@@ -97,12 +97,12 @@ class AgentServer:
     serving: bool = True
     reusable: bool = True
     """Whether another run may use the server: False once it may have threads."""
-    scattered: Iterator[int] | None = None
+    huge_page_addresses: Iterator[int] | None = None
     """The addresses to put into huge pages while the server is idle and has no child:
-    node.huge_pages.scattered."""
+    node.huge_pages.scattered_addresses."""
     children: dict[int, Child] = field(default_factory=dict)
     """By pid."""
-    leaving: set[socket.socket] = field(default_factory=set)
+    leaving_agents: set[socket.socket] = field(default_factory=set)
     """Agents that have disconnected and still have living processes."""
     memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
     """By agent: the snapshot memories of its ranks."""
@@ -121,13 +121,13 @@ class AgentServer:
         self.watch(self.listener.fileno(), self.accept)
         self.watch(wake, lambda: os.read(wake, 512))
         while True:
-            scattered = None if self.children else self.scattered
-            ready = self.selector.select(0 if scattered else self.idle_s)
-            if not ready and scattered:
-                if address := next(scattered, None):
+            addresses = None if self.children else self.huge_page_addresses
+            ready = self.selector.select(0 if addresses else self.idle_s)
+            if not ready and addresses:
+                if address := next(addresses, None):
                     huge_pages.collapse(address)
                 else:
-                    self.scattered = None
+                    self.huge_page_addresses = None
                 continue
             if not ready and not self.agents() and not self.children:
                 self.end_all()
@@ -252,7 +252,7 @@ class AgentServer:
         SIGTERM would not suffice: a rank in a collective does not handle it.
         """
         self.selector.unregister(agent)
-        self.leaving.add(agent)
+        self.leaving_agents.add(agent)
         for pid, child in self.children.items():
             if child.agent is agent and child.serial:
                 kill(pid, signal.SIGKILL)
@@ -307,7 +307,7 @@ class AgentServer:
         # hold it open.
         fds = [key.fd for key in self.selector.get_map().values()]
         beats = [child.beat for child in self.children.values()]
-        for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving)]:
+        for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving_agents)]:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.selector.close()
@@ -324,17 +324,17 @@ class AgentServer:
                 self.report_end(pid, child, os.waitstatus_to_exitcode(status))
             # Only now, for a possible next run: the first run must not wait for this.
             if not self.children:
-                self.scattered = huge_pages.scattered()
-        if self.leaving and not self.children and kill_children():
+                self.huge_page_addresses = huge_pages.scattered_addresses()
+        if self.leaving_agents and not self.children and kill_children():
             return  # these had created their own session; their ends wake this server
-        for agent in self.leaving - {child.agent for child in self.children.values()}:
+        for agent in self.leaving_agents - {child.agent for child in self.children.values()}:
             buffers = self.memories.get(agent)
             if buffers is not None and self.write_owed(agent, buffers):
                 continue
             if buffers is not None:
                 buffers.release(agent)
                 del self.memories[agent]
-            self.leaving.remove(agent)
+            self.leaving_agents.remove(agent)
             agent.close()
 
     def report_end(self, pid: int, child: Child, exit_code: int) -> None:
@@ -352,7 +352,7 @@ class AgentServer:
         If the kernel refuses the fork (pids.max, RLIMIT_NPROC), this process writes it. It may have
         threads afterwards, so it forks no further rank and serves no other run.
         """
-        while request := buffers.owed():
+        while request := buffers.owed_checkpoint():
             try:
                 self.fork_writer(agent, request)
                 return True
@@ -378,7 +378,7 @@ class AgentServer:
         done: dict[int, tuple[float, int]] = {}
         look_at = time.monotonic()
         until = look_at + WRITE_S
-        while self.leaving and (now := time.monotonic()) < until:
+        while self.leaving_agents and (now := time.monotonic()) < until:
             if now >= look_at:
                 before, done = done, {pid: work_done(pid) for pid in self.children}
                 look_at = now + PROGRESS_S
@@ -387,7 +387,7 @@ class AgentServer:
                     self.report_progress()
             self.reap()
             time.sleep(0.002)
-        ended = end_children(END_S) and not self.leaving
+        ended = end_children(END_S) and not self.leaving_agents
         if self.mpi_since is not None:  # the agents, which do this after a run, may be gone
             mpi_segments.remove_leftovers(self.mpi_since)
             self.mpi_since = None

@@ -82,7 +82,7 @@ class KeptOutput:
         """`fd`: is closed at its end. `news`: set when there is something to take, or then."""
         os.set_blocking(fd, False)
         self._fd = fd
-        self._kept = bytearray()
+        self._buffer = bytearray()
         self._news = news
         self.full = False
         """Whether nothing more is read until `take`."""
@@ -99,10 +99,10 @@ class KeptOutput:
             return
         except OSError:  # Linux says EIO once no process has the terminal any more
             data = b""
-        self._kept += data
+        self._buffer += data
         if not data:
             self.close()
-        elif len(self._kept) > KEPT:
+        elif len(self._buffer) > KEPT:
             self._loop.remove_reader(self._fd)
             self.full = True
             self.settled.set()
@@ -110,8 +110,8 @@ class KeptOutput:
 
     def take(self) -> bytes:
         """Return what was printed since the last call, and continue to read."""
-        taken = bytes(self._kept)
-        self._kept.clear()
+        taken = bytes(self._buffer)
+        self._buffer.clear()
         if self.full:
             self.full = False
             if self._fd >= 0:
@@ -136,7 +136,7 @@ class CommandInput:
         os.set_blocking(fd, False)
         self._fd = fd
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None
+        self._waiting_write: asyncio.Future[None] | None = None
         """The write that waits for room."""
 
     async def write(self, data: bytes) -> None:
@@ -150,7 +150,7 @@ class CommandInput:
                 self.close()
 
     async def _wait_for_room(self) -> None:
-        self._waiting = waiting = self._loop.create_future()
+        self._waiting_write = waiting = self._loop.create_future()
         self._loop.add_writer(self._fd, self._wake)
         try:
             await waiting
@@ -159,8 +159,8 @@ class CommandInput:
                 self._loop.remove_writer(self._fd)
 
     def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        if self._waiting_write is not None and not self._waiting_write.done():
+            self._waiting_write.set_result(None)
 
     def with_descriptor(self, use: Callable[[int], None]) -> None:
         """Call a function with the descriptor, unless it is closed."""

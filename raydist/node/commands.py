@@ -44,7 +44,7 @@ class Commands:
     def __init__(self, server: ForkClient, env: Mapping[str, str], cwd: str) -> None:
         """`env`, `cwd`: of the rank. They stay in the memory of this process."""
         self._server, self.env, self._cwd = server, dict(env), cwd
-        self._running: dict[int, BesideRank] = {}
+        self._commands: dict[int, BesideRank] = {}
         """By pid: those whose end was not reported."""
 
     async def handle(self, request: CommandRequest[Any]) -> Any:
@@ -55,13 +55,13 @@ class Commands:
             case ReadCommand(pid, patience):
                 return await self._read(pid, patience)
             case WriteCommand(pid, data, last):
-                if (command := self._running.get(pid)) is not None:
+                if (command := self._commands.get(pid)) is not None:
                     await command.write(data, last)
             case ResizeCommand(pid, rows, columns):
-                if (command := self._running.get(pid)) is not None:
+                if (command := self._commands.get(pid)) is not None:
                     command.resize(rows, columns)
             case SignalCommand(pid, number):
-                if pid in self._running:
+                if pid in self._commands:
                     self._server.send(SignalProcess(pid, number))
             case LeaveCommand(pid):
                 await self._leave(pid)
@@ -81,35 +81,35 @@ class Commands:
             raise
         finally:
             streams.close_its()
-        self._running[pid] = BesideRank(streams, ended, terminal)
+        self._commands[pid] = BesideRank(streams, ended, terminal)
         return pid
 
     async def _read(self, pid: int, patience: float) -> CommandOutput:
         """Return the new output of a command, and its end after the last of it."""
-        if pid not in self._running:
+        if pid not in self._commands:
             raise LaunchError("the rank has been started again: the command has ended")
-        output = await self._running[pid].read(patience)
+        output = await self._commands[pid].read(patience)
         if output.end is not None:
-            self._running.pop(pid, None)
+            self._commands.pop(pid, None)
         return output
 
     async def _leave(self, pid: int) -> None:
         """End a command: the person has gone."""
-        if (command := self._running.get(pid)) is None:
+        if (command := self._commands.get(pid)) is None:
             return
         command.release()  # without its terminal it gets SIGHUP from the kernel
         if not await command.ends_by_itself():
             with contextlib.suppress(OSError):  # the server has ended, and all with it
                 self._server.send(SignalProcess(pid, signal.SIGKILL))
-        self._running.pop(pid, None)
+        self._commands.pop(pid, None)
 
     def end(self) -> None:
         """Kill all: the rank is about to be started again."""
-        for pid, command in self._running.items():
+        for pid, command in self._commands.items():
             with contextlib.suppress(OSError):  # the server has ended, and all with it
                 self._server.send(SignalProcess(pid, signal.SIGKILL))
             command.release()
-        self._running.clear()
+        self._commands.clear()
 
 
 class BesideRank:
@@ -120,9 +120,9 @@ class BesideRank:
     ) -> None:
         """`streams`: this side's descriptors are closed."""
         self._news = asyncio.Event()
-        self._ended, self._terminal = ended, terminal
+        self._end, self._terminal = ended, terminal
         self._input = CommandInput(streams.input) if streams.input >= 0 else None
-        self._printed = [KeptOutput(fd, self._news) for fd in streams.outputs]
+        self._outputs = [KeptOutput(fd, self._news) for fd in streams.outputs]
         ended.add_done_callback(lambda _: self._news.set())
 
     async def read(self, patience: float) -> CommandOutput:
@@ -130,15 +130,15 @@ class BesideRank:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), patience)
         self._news.clear()
-        end = self._ended.result() if self._ended.done() else None
+        end = self._end.result() if self._end.done() else None
         if end is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                rest = asyncio.gather(*(kept.settled.wait() for kept in self._printed))
+                rest = asyncio.gather(*(kept.settled.wait() for kept in self._outputs))
                 await asyncio.wait_for(rest, LAST_S)
-            if any(kept.full for kept in self._printed):
+            if any(kept.full for kept in self._outputs):
                 end = None  # more may be in the pipe
                 self._news.set()
-        out, *err = (kept.take() for kept in self._printed)
+        out, *err = (kept.take() for kept in self._outputs)
         if end is not None:
             self.release()
         return CommandOutput(out, b"".join(err), end)
@@ -158,12 +158,12 @@ class BesideRank:
     async def ends_by_itself(self) -> bool:
         """Report whether it ends because its terminal has gone. One without a terminal does not."""
         if self._terminal:
-            await asyncio.wait({self._ended}, timeout=HANG_UP_S)
-        return self._ended.done()
+            await asyncio.wait({self._end}, timeout=HANG_UP_S)
+        return self._end.done()
 
     def release(self) -> None:
         """Stop to read and to write; its terminal is gone."""
-        for kept in self._printed:
+        for kept in self._outputs:
             kept.close()
         if self._input is not None:
             self._input.close()

@@ -58,7 +58,7 @@ class DeputyProcess:
         )  # a stopped deputy must not hold the agents up
         return cls(process.stdin)
 
-    def heard(self, step: int) -> None:
+    def note_question(self, step: int) -> None:
         """Note that the driver has just asked something. `step`: the newest of the node's ranks."""
         now = time.monotonic()
         if now >= self._next:

@@ -58,7 +58,7 @@ class ForkClient:
         self._sock = sock
         self._requests = 0
         """The number of the last request."""
-        self._waiting: dict[int, asyncio.Future[Message | None]] = {}
+        self._replies: dict[int, asyncio.Future[Message | None]] = {}
         """By number: the requests without a reply. A result of None: the server has ended."""
         self._ends: dict[int, asyncio.Future[ProcessEnd]] = {}
         """By serial number: the ends of the living processes that were forked on request."""
@@ -66,13 +66,13 @@ class ForkClient:
         """The same for those that `fork` has not returned yet: one may end before."""
         self.pid = 0
         """The server's pid, once it has imported the modules."""
-        self._pinged: float | None = None
+        self._pinged_at: float | None = None
         """When the unanswered ping was sent, on the monotonic clock."""
-        self._answered = 0.0
+        self._answered_at = 0.0
         self._busy_since: float | None = None
         """When the server last sent Busy, on the monotonic clock; None if it has sent anything
         since."""
-        self._listening = asyncio.get_running_loop().create_task(self._listen())
+        self._listener = asyncio.get_running_loop().create_task(self._listen())
 
     @classmethod
     async def connect(cls, folder: Path) -> ForkClient:
@@ -110,7 +110,7 @@ class ForkClient:
     @property
     def connected(self) -> bool:
         """Whether the server still runs."""
-        return not self._listening.done()
+        return not self._listener.done()
 
     @property
     def busy(self) -> bool:
@@ -126,11 +126,11 @@ class ForkClient:
         now = time.monotonic()
         if self._busy_since is not None and now - self._busy_since < CONNECT_S:
             return 0.0
-        if self._pinged is None and now - self._answered >= after and self.connected:
-            self._pinged = now
+        if self._pinged_at is None and now - self._answered_at >= after and self.connected:
+            self._pinged_at = now
             with contextlib.suppress(OSError):
                 self.send(Ping())
-        return 0.0 if self._pinged is None else now - self._pinged
+        return 0.0 if self._pinged_at is None else now - self._pinged_at
 
     def signal(self, process: ProcessId, number: int, ended: asyncio.Future[ProcessEnd]) -> None:
         """Send a signal to a process that the server forked for this agent, as SignalProcess.
@@ -184,14 +184,14 @@ class ForkClient:
         """
         self._requests += 1
         number = self._requests
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        waiting = self._replies[number] = asyncio.get_running_loop().create_future()
         try:
             # The server may have ended: the listener notices.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.send(message, descriptors, number)
             reply = await waiting if self.connected else None
         finally:
-            del self._waiting[number]
+            del self._replies[number]
         if isinstance(reply, Failed):
             raise OSError(f"the fork server of this node failed: {reply.error}")
         if reply is None:
@@ -220,7 +220,7 @@ class ForkClient:
         """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-        await asyncio.wait({self._listening})
+        await asyncio.wait({self._listener})
         self._sock.close()
 
     async def _listen(self) -> None:
@@ -236,7 +236,7 @@ class ForkClient:
                         f"raydist: a message of the fork server was not understood: {error}",
                         file=sys.stderr,
                     )
-        for waiting in self._waiting.values():
+        for waiting in self._replies.values():
             if not waiting.done():
                 waiting.set_result(None)
         lost = self.log_end()
@@ -246,10 +246,10 @@ class ForkClient:
 
     def _take(self, number: int, packet: bytes) -> None:
         message = decode(packet)
-        self._answered = time.monotonic()
-        self._busy_since = self._answered if isinstance(message, Busy) else None
+        self._answered_at = time.monotonic()
+        self._busy_since = self._answered_at if isinstance(message, Busy) else None
         if isinstance(message, Pong):
-            self._pinged = None
+            self._pinged_at = None
             return
         if isinstance(message, Warm):
             self.pid = message.pid
@@ -261,7 +261,7 @@ class ForkClient:
             self._ends[message.serial] = self._began[message.serial] = (
                 asyncio.get_running_loop().create_future()
             )
-        if (waiting := self._waiting.get(number)) is not None and not waiting.done():
+        if (waiting := self._replies.get(number)) is not None and not waiting.done():
             waiting.set_result(message)
 
     def log_end(self) -> str:

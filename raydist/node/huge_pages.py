@@ -20,7 +20,7 @@ HUGE = 1 << 21
 LIBC = ctypes.CDLL(None)
 
 
-def scattered() -> Iterator[int]:
+def scattered_addresses() -> Iterator[int]:
     """Yield addresses in this process of 2 MB that could be huge pages.
 
     Some may be huge pages already, and others may never have been used.
@@ -39,7 +39,9 @@ def could_be_huge(maps: str) -> Iterator[int]:
 
 
 def collapse(address: int) -> None:
-    """Put the 2 MB at an address of `scattered` into a huge page (MADV_COLLAPSE of madvise(2)).
+    """Put the 2 MB at an address into a huge page (MADV_COLLAPSE of madvise(2)).
+
+    `address`: one of `scattered_addresses`.
 
     That takes 1 to 5 ms, and does nothing on a Linux that can't. No other process may share the
     pages yet: it would keep the old ones.

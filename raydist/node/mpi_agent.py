@@ -69,9 +69,9 @@ class MpiRankAgent(RankAgent):
             case RunDaemon():
                 return await self.run_daemon(request)
             case NextDaemons():
-                return await self._listening().next_daemons()
+                return await self._open_listener().next_daemons()
             case EndLaunchAgent():
-                return self._listening().end_launch_agent(request)
+                return self._open_listener().end_launch_agent(request)
             case MpirunEnded():
                 return self.note_mpirun_ended(request.why)
         return await super().handle(request)
@@ -94,9 +94,9 @@ class MpiRankAgent(RankAgent):
 
     async def start(self, request: StartRank) -> ProcessId:
         """Wait for mpirun's child, then fork the rank with its variables."""
-        child = await self._listening().child
+        child = await self._open_listener().child
         self._spawn(self._end_with_child(child))
-        given = child.given
+        given = child.request
         if request.script.endswith(".py") or request.script.startswith("-m "):
             # The loader reads it at exec only, and this rank is a fork.
             env = {**given.env}
@@ -178,7 +178,7 @@ class MpiRankAgent(RankAgent):
         end = await asyncio.shield(ended)
         return replace(end, output=last_output(path))
 
-    def _listening(self) -> MpirunListener:
+    def _open_listener(self) -> MpirunListener:
         """Return where mpirun's processes connect, once the agent is open."""
         assert self._listener is not None, "open() comes first"
         return self._listener
@@ -188,14 +188,14 @@ class MpiRankAgent(RankAgent):
 
         The child reports the end to mpirun.
         """
-        output = last_output(Path(f"{self._started().reports.base}.log"))
+        output = last_output(Path(f"{self._newest_process().reports.base}.log"))
         if aborted := ABORT.search(output):
             end = replace(end, code=int(aborted[1]), signal=0, lost=aborted[0])
         elif (self._abandoned and end.signal == signal.SIGKILL) or (
             end.code and PMI_LOST in output
         ):
             end = replace(end, by_mpirun=True, lost=self._mpirun_end)
-        end_child(self._listening().child.result().sock, end)
+        end_child(self._open_listener().child.result().sock, end)
         return end
 
     async def _end_with_child(self, child: RankChild) -> None:
@@ -207,7 +207,7 @@ class MpiRankAgent(RankAgent):
         child.sock.close()
         # With Open MPI the rank that calls MPI_Abort ends with its code. With MPICH it waits to be
         # killed, and soon continues.
-        seconds = ABANDONED_S if "PMIX_RANK" in child.given.env else ABANDONED_S / 4
+        seconds = ABANDONED_S if "PMIX_RANK" in child.request.env else ABANDONED_S / 4
         if self._process is None:  # being forked
             await asyncio.sleep(seconds)
         else:

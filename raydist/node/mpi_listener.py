@@ -25,7 +25,7 @@ class RankChild:
 
     sock: socket.socket
     """Closed by mpirun's child when mpirun ends it."""
-    given: FromMpirun
+    request: FromMpirun
     """Among it the variables by which MPI's process manager identifies the rank."""
 
 

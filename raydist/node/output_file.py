@@ -20,20 +20,20 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b", buffering=0)
-        self._freed = MAX_BYTES
+        self._freed_until = MAX_BYTES
 
     def read(self, most: int) -> bytes:
         """Return at most `most` further bytes."""
         data = self._file.read(most)
-        while self._file.tell() - self._freed >= FREED_AT_ONCE:
+        while self._file.tell() - self._freed_until >= FREED_AT_ONCE:
             # If the file system can't free a part, the file stays as it is.
             with (
                 contextlib.suppress(OSError),
                 self._map() as part,
             ):
                 part.madvise(mmap.MADV_REMOVE)
-            self._freed += FREED_AT_ONCE
+            self._freed_until += FREED_AT_ONCE
         return data
 
     def _map(self) -> mmap.mmap:
-        return mmap.mmap(self._file.fileno(), FREED_AT_ONCE, offset=self._freed)
+        return mmap.mmap(self._file.fileno(), FREED_AT_ONCE, offset=self._freed_until)

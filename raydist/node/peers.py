@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._received = bytearray()
+        self._buffer = bytearray()
         self._trusted = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -69,15 +69,15 @@ class Connection(asyncio.Protocol):
         self._listener.calls.discard(self._transport)
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        while len(self._received) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._received)
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
             if length > (PAYLOAD if self._trusted else len(self._listener.secret)):
                 return self._transport.close()
-            if len(self._received) < LENGTH.size + length:
+            if len(self._buffer) < LENGTH.size + length:
                 return None
-            request = bytes(self._received[LENGTH.size : LENGTH.size + length])
-            del self._received[: LENGTH.size + length]
+            request = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
+            del self._buffer[: LENGTH.size + length]
             self._trusted = self._trusted or hmac.compare_digest(request, self._listener.secret)
             if not self._trusted:
                 return self._transport.close()

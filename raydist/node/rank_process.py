@@ -77,7 +77,7 @@ class ForkedRank(NamedTuple):
     """A rank's process that has just been forked."""
 
     id: ProcessId
-    ended: asyncio.Future[ProcessEnd]
+    end: asyncio.Future[ProcessEnd]
     channel: socket.socket
     """The agent's end of the channel."""
     reports: RankReports
@@ -121,7 +121,7 @@ class RankProcess:
         explain: Callable[[RankEnd], RankEnd],
     ) -> None:
         """`explain`: returns the end with what the agent knows about its cause."""
-        self._forked = forked
+        self._fork = forked
         self.channel = RankChannel(forked.channel, self._add_event)
         self.commands = Commands(server, forked.spec.env, forked.spec.cwd)
         self.end: RankEnd | None = None
@@ -133,20 +133,20 @@ class RankProcess:
         self._stopping = False
         self._stop_requested = False
         """See RankEnd.stop_requested."""
-        self._watching = asyncio.create_task(self._await_end(forked.ended))
+        self._watcher = asyncio.create_task(self._await_end(forked.end))
         self.reports.xids.start(self.commands.env)
 
     @property
     def id(self) -> ProcessId:
-        return self._forked.id
+        return self._fork.id
 
     @property
     def pid(self) -> int:
-        return self._forked.id.pid
+        return self._fork.id.pid
 
     @property
     def reports(self) -> RankReports:
-        return self._forked.reports
+        return self._fork.reports
 
     @property
     def running(self) -> bool:
@@ -169,8 +169,8 @@ class RankProcess:
 
     def release(self) -> None:
         """Stop to listen to the process: a child of it may hold the channel open."""
-        self.channel.reading.cancel()
-        self._watching.cancel()
+        self.channel.reader.cancel()
+        self._watcher.cancel()
         self.reports.xids.close()
         self.reports.ras_port.close()
         self.commands.end()
@@ -192,7 +192,7 @@ class RankProcess:
         if server_quiet > SERVER_S and self._saving():
             self._server.end_server()
         if end is not None and not end.kept:
-            readers = {self.channel.reading, *filter(None, [self._writer.reading])}
+            readers = {self.channel.reader, *filter(None, [self._writer.reader])}
             # A child of the rank may still hold the other end.
             await asyncio.wait(readers, timeout=0.5)
         elif end is None and (why := self.reports.nccl.refusal()):
@@ -349,7 +349,7 @@ class RankProcess:
             await asyncio.sleep(0.01)
 
     def _send_signal(self, number: int) -> None:
-        self._server.signal(self.id, number, self._forked.ended)
+        self._server.signal(self.id, number, self._fork.end)
 
     def _add_event(self, event: EventJson) -> None:
         """Keep an event of the rank for the driver, or do what it requests."""
@@ -397,7 +397,7 @@ class RankProcess:
         return RankNews((), b"", b"", beat, 0.0, (0, 0.0, 0.0), 0.0, end, sent=time.time())
 
     async def _await_end(self, ended: asyncio.Future[ProcessEnd]) -> None:
-        either: set[asyncio.Future[Any]] = {ended, self.channel.reading}
+        either: set[asyncio.Future[Any]] = {ended, self.channel.reader}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         # The rank has closed its socket, as it does when it ends: the server should report the end.
         while not ended.done():
@@ -415,7 +415,7 @@ class RankProcess:
         end = replace(
             self._explain(end),
             stop_requested=self._stop_requested,
-            why_not_kept=self.channel.refused,
+            why_not_kept=self.channel.why_not_parked,
         )
         if not self._stopping and (end.code or end.signal):
             killed = end.signal == signal.SIGKILL and not end.lost

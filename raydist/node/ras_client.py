@@ -32,17 +32,17 @@ class RasPort:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         """Fill in the port in the rank's variables, where one is wanted: `env` then has it."""
-        self._held: socket.socket | None = None
+        self._socket: socket.socket | None = None
         self.env = dict(env)
         if RAS_PORT not in env.get(ADDRESS, ""):
             return
         try:
             # NCCL binds with the same options. Without listen() this socket gets no connection.
-            self._held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self._held.bind(("127.0.0.1", 0))
-            port = str(self._held.getsockname()[1])
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind(("127.0.0.1", 0))
+            port = str(self._socket.getsockname()[1])
         except OSError:  # no port is free: NCCL's default, which others may share
             del self.env[ADDRESS]
         else:
@@ -50,8 +50,8 @@ class RasPort:
 
     def close(self) -> None:
         """Let go of the port."""
-        if self._held is not None:
-            self._held.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 async def ask_ras(env: Mapping[str, str]) -> str:

@@ -104,7 +104,7 @@ class Store:
     def __init__(self, secret: str) -> None:
         self._secret = secret
         self._values: dict[str, bytes] = {}
-        self._awaited: dict[str, set[asyncio.Event]] = {}
+        self._waiters: dict[str, set[asyncio.Event]] = {}
         """By missing key: the GETs that wait for it."""
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -148,7 +148,7 @@ class Store:
             return await self._get(name)
         if method == "PUT":
             self._values[name] = body
-            for waiting in self._awaited.pop(name, ()):
+            for waiting in self._waiters.pop(name, ()):
                 waiting.set()
         elif method == "DELETE":
             # All ranks of the scope are connected before the first DELETE, so no rank needs this
@@ -169,7 +169,7 @@ class Store:
     async def _wait_for(self, name: str) -> None:
         """Wait up to HOLD_S for the value of a key."""
         put = asyncio.Event()
-        waiting = self._awaited.setdefault(name, set())
+        waiting = self._waiters.setdefault(name, set())
         waiting.add(put)
         try:
             await asyncio.wait_for(put.wait(), HOLD_S)
@@ -177,8 +177,8 @@ class Store:
             pass
         finally:
             waiting.discard(put)
-            if not waiting and self._awaited.get(name) is waiting:
-                del self._awaited[name]
+            if not waiting and self._waiters.get(name) is waiting:
+                del self._waiters[name]
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[str, str, int]:

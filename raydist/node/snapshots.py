@@ -106,7 +106,7 @@ class SnapshotBuffers:
         if 0 in self.descriptors:
             os.pwrite(self.descriptors[0], blank_page()[:WORD], LOCK)
 
-    def owed(self) -> WriteCheckpoint | None:
+    def owed_checkpoint(self) -> WriteCheckpoint | None:
         """Return what may still have to be written when the last agent leaves.
 
         That is a checkpoint that rank 0 requested, then the newest state, each at most once.

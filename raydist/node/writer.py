@@ -29,26 +29,26 @@ class Writer:
         self._add_event = add_event
         self._spawn = spawn
         self._reply: ShardsReply | None = None
-        self.reading: asyncio.Task[None] | None = None
+        self.reader: asyncio.Task[None] | None = None
         """The task that reads what the last process sends, and ends with it."""
 
     @property
     def busy(self) -> bool:
         """Whether a requested process has not ended."""
-        return self.reading is not None and not self.reading.done()
+        return self.reader is not None and not self.reader.done()
 
     def start(self, message: WriteCheckpoint | ShardsRequest) -> asyncio.Task[None]:
         """Fork a process for this request, and return the task that ends with it."""
         agent_end, writer_end = socket.socketpair()
         self._server.send(message, [writer_end.fileno()])
         writer_end.close()
-        self.reading = self._spawn(read_messages(agent_end, self._add_event, self._note))
-        return self.reading
+        self.reader = self._spawn(read_messages(agent_end, self._add_event, self._note))
+        return self.reader
 
     async def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
-        if self.reading is not None:
-            await asyncio.wait({self.reading})
+        if self.reader is not None:
+            await asyncio.wait({self.reader})
 
     async def ask(self, request: ShardsRequest) -> ShardsReply | None:
         """Have a process execute this request, and return its reply.

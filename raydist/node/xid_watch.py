@@ -27,7 +27,7 @@ class XidWatch:
         """`tell`: gets a line for a person, once for each number."""
         self._tell = tell
         self._gpu = ""
-        self._seen: list[int] = []
+        self._xids: list[int] = []
         self._closed = False
 
     def start(self, env: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ class XidWatch:
         """Return a line for each number so far. `faults_only`: of those of a GPU at fault."""
         return [
             describe_xid(number, self._gpu)
-            for number in self._seen
+            for number in self._xids
             if number in FAULTS or not faults_only
         ]
 
@@ -81,8 +81,8 @@ class XidWatch:
                 loop.call_soon_threadsafe(self._note, int(event.data))
 
     def _note(self, number: int) -> None:
-        if self._closed or number in self._seen:
+        if self._closed or number in self._xids:
             return
-        self._seen.append(number)
+        self._xids.append(number)
         if number != QUIET:
             self._tell(describe_xid(number, self._gpu))

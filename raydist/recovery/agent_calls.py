@@ -55,7 +55,7 @@ class AgentCalls:
         self._post = post
         self._silences = Silences(deadlines.agent_limit(group.plan.world_size))
         self._clocks = Clocks()
-        self._answered: dict[int, float] = {}
+        self._answer_times: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
         self._asked_nodes: dict[int, float] = {}
         """When the node of each silent agent got its request, on the monotonic clock."""
@@ -66,7 +66,7 @@ class AgentCalls:
     @property
     def silent(self) -> Collection[int]:
         """The ranks whose agents are silent."""
-        return self._silences.named
+        return self._silences.ranks
 
     def request_news(self, rank: int, running_s: float) -> None:
         """Request an agent's next news. `running_s`: seconds since all ranks have met."""
@@ -77,23 +77,23 @@ class AgentCalls:
 
     def note(self, rank: int, news: RankNews) -> None:
         """Note that an agent has answered."""
-        self._answered[rank] = time.time()
-        self._silences.answered(rank)
+        self._answer_times[rank] = time.time()
+        self._silences.note_answer(rank)
         self._asked_nodes.pop(rank, None)
         self._note_server(rank, news.server_quiet)
         self._clocks.note(self._host(rank), news.sent, time.time())
 
-    def ended(self, rank: int) -> None:
+    def note_end(self, rank: int) -> None:
         """Note that a rank has ended: its agent need not answer any more."""
-        self._silences.answered(rank)
+        self._silences.note_answer(rank)
 
     def answered_at(self, rank: int) -> float | None:
         """Return when an agent last answered, in seconds since the epoch; None if it never did."""
-        return self._answered.get(rank)
+        return self._answer_times.get(rank)
 
-    def heard(self, rank: int, since: float) -> bool:
+    def has_answered(self, rank: int, since: float) -> bool:
         """Return whether an agent has answered since then, on the monotonic clock."""
-        return self._silences.heard(rank, since)
+        return self._silences.has_answered(rank, since)
 
     def here(self, rank: int, at: float) -> float:
         """Return the time `at` of a rank's node on the driver's clock."""
@@ -116,7 +116,7 @@ class AgentCalls:
 
         The run waits longer for that if no rank has ended: all ranks may well continue.
         """
-        return self._silences.named.issuperset(running) and (
+        return self._silences.ranks.issuperset(running) and (
             some_ended or self._silences.over(deadlines.UNHEARD * self._silences.limit)
         )
 
@@ -138,7 +138,7 @@ class AgentCalls:
 
         threading.Thread(target=connect, name="raydist-reach", daemon=True).start()
 
-    def reached(self) -> None:
+    def note_reachable(self) -> None:
         """Note that the thread has posted its nodes."""
         self._reaching = False
 
@@ -149,7 +149,7 @@ class AgentCalls:
         request, and have not answered either.
         """
         now, lost = time.monotonic(), []
-        for rank in sorted(self._silences.named & set(running)):
+        for rank in sorted(self._silences.ranks & set(running)):
             if self._node(rank) not in nodes:
                 continue
             if rank not in self._asked_nodes:

@@ -21,31 +21,31 @@ class Arrival:
     world_size: int
     began: float
     """When the ranks were started, in seconds since the epoch."""
-    met: float | None = None
+    met_at: float | None = None
     """When the last rank joined, once all have."""
-    joined: dict[int, float] = field(default_factory=dict)
+    joined_at: dict[int, float] = field(default_factory=dict)
     """When each rank joined."""
-    stepped: float | None = None
+    first_step_at: float | None = None
     """When a step was first reported. A loop without collectives may report it before all ranks
     have joined."""
 
     def add(self, event: Event) -> dict[str, float]:
         """Read one event; return the seconds of each part of the launch that it completes."""
-        before = self.met, self.stepped
+        before = self.met_at, self.first_step_at
         match event:
             case kinds.Joined():
-                self.joined[event.rank] = event.t
-            case kinds.Report() if event.step is not None and self.stepped is None:
-                self.stepped = event.t
-        if self.met is None and len(self.joined) == self.world_size:
-            self.met = max(self.began, *self.joined.values())
-        if self.met is None or (self.met, self.stepped) == before:
+                self.joined_at[event.rank] = event.t
+            case kinds.Report() if event.step is not None and self.first_step_at is None:
+                self.first_step_at = event.t
+        if self.met_at is None and len(self.joined_at) == self.world_size:
+            self.met_at = max(self.began, *self.joined_at.values())
+        if self.met_at is None or (self.met_at, self.first_step_at) == before:
             return {}
-        parts = {} if before[0] else {"rendezvous": self.met - self.began}
+        parts = {} if before[0] else {"rendezvous": self.met_at - self.began}
         return (
             parts
-            if self.stepped is None
-            else {**parts, "first step": max(0.0, self.stepped - self.met)}
+            if self.first_step_at is None
+            else {**parts, "first step": max(0.0, self.first_step_at - self.met_at)}
         )
 
 
@@ -54,7 +54,7 @@ class RestartCost:
     """The first step after a restart, from the events of rank 0."""
 
     retry: Retry
-    resumed: int | None = None
+    resumed_step: int | None = None
     """The step from which the loop continued; None if it began anew."""
     stepped: bool = False
 
@@ -66,13 +66,15 @@ class RestartCost:
         if rank != 0 or self.stepped:
             return None
         if isinstance(event, kinds.Begin):
-            self.resumed = event.resumed
+            self.resumed_step = event.resumed
         step = (event.step or 0) if isinstance(event, kinds.Report) else 0
-        if step <= (self.resumed or 0):
+        if step <= (self.resumed_step or 0):
             return None  # a report without a later step may be an evaluation
         self.stepped = True
         paused = self.retry.cause is None and self.retry.elsewhere
-        repeated = max(0, self.retry.reached - (step - 1 if self.resumed is None else self.resumed))
+        repeated = max(
+            0, self.retry.reached - (step - 1 if self.resumed_step is None else self.resumed_step)
+        )
         return kinds.Restarted(
             number=self.retry.failures,
             step=step,
@@ -102,11 +104,11 @@ class Beginning:
 
     def running_s(self, now: float) -> float:
         """Return the seconds since all ranks have met, or since the attempt began."""
-        return now - (self._arrival.met or self._arrival.began)
+        return now - (self._arrival.met_at or self._arrival.began)
 
-    def settled(self, now: float) -> bool:
+    def have_settled(self, now: float) -> bool:
         """Return True once, when the ranks have trained for a while."""
-        met = self._arrival.met
+        met = self._arrival.met_at
         if self._settled or met is None or now - met <= OTHERS_S:
             return False
         self._settled = True

@@ -52,9 +52,9 @@ class Attempts:
         self._past: list[Attempt] = []
         self._elsewhere: Retry | None = None
         """The retry for which the job gets a new placement; None in the first one."""
-        self._unwritten = ""
+        self._why_unwritten = ""
         """Why no agent could have the last state written."""
-        self._held: int | None = None
+        self._unwritten_step: int | None = None
         """The step of that state, according to rank 0's fork server; -1: there is none. None:
         unknown."""
 
@@ -64,7 +64,7 @@ class Attempts:
         return self._checkpoints.changes
 
     @property
-    def made(self) -> int:
+    def count(self) -> int:
         """The number of attempts so far."""
         return len(self._past)
 
@@ -96,7 +96,7 @@ class Attempts:
         if not self._past or not (ends := lost_before_start(group, error)):
             return False
         group.hosts.record_attempt(first_cause(ends), ())
-        self._past.append(explained(Attempt(ends), self._events, self.made))
+        self._past.append(explain_failure(Attempt(ends), self._events, self.count))
         match policy.decide(job.restart, self._past):
             case GiveUp(reason):  # the state was saved when the last nodes were left
                 earlier = tuple(self._past[:-1])
@@ -106,17 +106,19 @@ class Attempts:
                 self._events.add(retry.as_event(job.restart))
         return True
 
-    def concluded(self) -> Attempt:
+    def conclude(self) -> Attempt:
         """Return the outcome, once the agents have ended.
 
         A fork server that lost its agents has the last state written.
         """
         assert self.outcome is not None, "the run is not over"
         left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
-        wait_s = SAVED_S if self._unwritten else 0.0
-        found = left_alone and self._checkpoints.report_saved(self._events, wait_s, self._held)
-        if self._unwritten and not found:
-            self._events.warn(self._unwritten)
+        wait_s = SAVED_S if self._why_unwritten else 0.0
+        found = left_alone and self._checkpoints.report_saved(
+            self._events, wait_s, self._unwritten_step
+        )
+        if self._why_unwritten and not found:
+            self._events.warn(self._why_unwritten)
         return self.outcome
 
     def cut_short(self, error: RaydistError) -> None:
@@ -189,10 +191,10 @@ class Attempts:
         group.finish_saves()
         group.report_network()
         if last.error is not None or first_cause(last.ends) is not None:
-            self._unwritten = group.flush()
-            if self._unwritten and any(end.rank == 0 and end.silent for end in last.ends):
+            self._why_unwritten = group.flush()
+            if self._why_unwritten and any(end.rank == 0 and end.silent for end in last.ends):
                 # Now, because its fork server continues once the agents have ended.
-                self._held = group.newest_state(SAVED_S)
+                self._unwritten_step = group.newest_state(SAVED_S)
         values, exceptions = unpack_all(group.values())
         earlier = tuple(self._past[:-1])
         return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=reason)
@@ -216,7 +218,7 @@ def run_attempt(
 
     `retry`: why there is this attempt, if it is not the first.
     """
-    job = sized(
+    job = rescale(
         job, group.first_world_size, group.plan.world_size, group.plan.slots[0].local_world_size
     )
     with mpi.launching(job, group):
@@ -228,18 +230,18 @@ def run_attempt(
             if not (ends := lost_at_start(group, error)):
                 raise
             group.hosts.record_attempt(first_cause(ends), ())
-            return explained(Attempt(ends), events, group.rendezvous.attempt)
+            return explain_failure(Attempt(ends), events, group.rendezvous.attempt)
         supervisor = Supervisor(group, events, Path(job.dir) / "logs", job, retry)
         attempt = Attempt(
             ends=supervisor.run(),
-            error=supervisor.stopped,
+            error=supervisor.stop_signal,
             resize=supervisor.resize,
             made_way=supervisor.made_way,
         )
         group.hosts.record_attempt(
             first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow
         )
-        return explained(attempt, events, group.rendezvous.attempt)
+        return explain_failure(attempt, events, group.rendezvous.attempt)
 
 
 def lost_at_start(group: WorkerGroup, error: LaunchError) -> list[End]:
@@ -285,7 +287,7 @@ def ends_of_loss(group: WorkerGroup, lost: Collection[int], error: Exception) ->
     return ends if lost else []
 
 
-def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
+def explain_failure(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
     """Return the attempt with the text of its failure, which is also in the event `failure`.
 
     Unchanged if no rank failed.
@@ -298,7 +300,7 @@ def explained(attempt: Attempt, events: Events, number: int = 0) -> Attempt:
     return replace(attempt, failure=failure.text)
 
 
-def sized(job: Job, first: int, ranks: int, per_node: int) -> Job:
+def rescale(job: Job, first: int, ranks: int, per_node: int) -> Job:
     """Rescale gradient accumulation for `ranks` ranks, to keep the global batch of `first` ranks.
 
     Ranks of a tp group and stages of a pipeline have the same samples, and count once. `per_node`:

@@ -56,7 +56,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         """The last heartbeat of ranks whose agents were silent."""
         self._examining = False
         self._closed = False
-        self._reported = "", False
+        self._last_report = "", False
         """The last diagnosis: its text, and whether it was certain."""
         self._next_check = 0.0
 
@@ -104,7 +104,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         with self._lock:
             return self._stalls.silent(time.monotonic())
 
-    def ended(self, rank: int) -> None:
+    def note_end(self, rank: int) -> None:
         """Note that this rank has ended: it is not silent."""
         with self._lock:
             self._stalls.forget(rank)
@@ -180,21 +180,23 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
             ):
                 return None
             silence, over = self._stalls.silence(now), self._stalls.over(now)
-            self._stalls.examined(now)
+            self._stalls.note_examination(now)
             if at_work:
                 return None
-            lasts = diagnosis.text == self._reported[0] and silence > 2 * stall.UNKNOWN_S
+            lasts = diagnosis.text == self._last_report[0] and silence > 2 * stall.UNKNOWN_S
             if diagnosis.if_it_lasts and lasts:
                 diagnosis = replace(diagnosis, certain=True)
             diagnosis = diagnosis.final if over else diagnosis
-            if diagnosis.text and ((diagnosis.text, diagnosis.certain) != self._reported or over):
+            if diagnosis.text and (
+                (diagnosis.text, diagnosis.certain) != self._last_report or over
+            ):
                 self._report(diagnosis, silence)
             if over or (self._settings.end and diagnosis.certain):
                 return ConfirmedHang(diagnosis.final, time.time() - silence)
             return None
 
     def _report(self, diagnosis: Diagnosis, silence: float) -> None:
-        self._reported = diagnosis.text, diagnosis.certain
+        self._last_report = diagnosis.text, diagnosis.certain
         self._evidence.write(diagnosis.states)
         self._events.add(
             kinds.Hang(

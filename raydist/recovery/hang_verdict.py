@@ -150,7 +150,7 @@ class Diagnosis:
 
         It always has a text, and culprits if any rank was examined.
         """
-        found = "; ".join(f"{name([each])} {doing(each)}" for each in self.states[:4])
+        found = "; ".join(f"{name([each])} {describe_activity(each)}" for each in self.states[:4])
         text = self.text or found or "no rank makes progress, and none could be examined"
         return replace(self, text=text, culprits=self.culprits or rank_numbers(self.states))
 
@@ -306,7 +306,7 @@ def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
         where = first.call
     else:
         where = describe_collective(first.waits_in) if first.waits_in else "a collective"
-    parts = [f"{name([rank])} {doing(rank)}" for rank in absent[:4]]
+    parts = [f"{name([rank])} {describe_activity(rank)}" for rank in absent[:4]]
     parts += [f"and {len(absent) - 4} more"] if len(absent) > 4 else []
     return Diagnosis(
         f"{name(waiting)} {verb_wait(waiting)} in {where}, but " + "; ".join(parts),
@@ -325,11 +325,12 @@ def _all_wait(ranks: Sequence[RankState]) -> Diagnosis | None:
             "cut?"
         )
     return Diagnosis(
-        "; ".join(f"{name([rank])} {doing(rank)}" for rank in ranks[:4]), rank_numbers(ranks)
+        "; ".join(f"{name([rank])} {describe_activity(rank)}" for rank in ranks[:4]),
+        rank_numbers(ranks),
     )
 
 
-def doing(rank: RankState) -> str:
+def describe_activity(rank: RankState) -> str:
     """Return what a rank that does not wait in a collective is doing."""
     line = at(rank)
     if rank.state == "D":

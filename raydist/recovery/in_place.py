@@ -69,7 +69,7 @@ class Meeting:
         self._beginning = Beginning(group.plan.world_size, now, retry)
         self._contacts: dict[int, str] = {}
         self.running_s = self._beginning.running_s
-        self.settled = self._beginning.settled
+        self.have_settled = self._beginning.have_settled
 
     def add(self, rank: int, event: Event) -> list[kinds.Phase | kinds.Restarted]:
         """Record an event of a rank; return the events that follow from it."""

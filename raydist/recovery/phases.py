@@ -45,7 +45,7 @@ class Quiescing(Phase):
     If nodes are drained, the ranks are stopped at the deadline wherever they are.
     """
 
-    joined: str = ""
+    growth: str = ""
     """The growth of the cluster, for a person; empty if no nodes have joined."""
     wanted_by: str = ""
     """The run that needs the room, for a person; empty for none."""
@@ -170,9 +170,9 @@ def advance(
             # The process may hang while it exits: the stop does not wait for its end.
             return Failing(record, min(due, now + deadlines.VICTIM_S)), None
         case ((Running() | Quiescing()), DrainNotice()):
-            joined = phase.joined if isinstance(phase, Quiescing) else ""
+            growth = phase.growth if isinstance(phase, Quiescing) else ""
             record = replace(record, drain=happening)
-            return Quiescing(record, min(due, now + happening.share_s), joined), RequestQuiesce()
+            return Quiescing(record, min(due, now + happening.share_s), growth), RequestQuiesce()
         case Quiescing(wanted_by=by), NodesJoined() if by:
             return phase, None
         case ((Running() | Quiescing()), NodesJoined(text)):
@@ -189,9 +189,9 @@ def advance(
         case Quiescing(wanted_by=by), (Quiesced() | TimePassed()) if by:
             stop = Stop(StopReason.MAKE_WAY, f"makes way for {by}", deadlines.GRACE_S)
             return _stop(replace(record, makes_way=by), stop, now, ranks)
-        case Quiescing(joined=joined), Quiesced():
-            stop = Stop(StopReason.RESIZE, f"the size changes: {joined}")
-            return _stop(replace(record, resize=joined), stop, now, ranks)
+        case Quiescing(growth=growth), Quiesced():
+            stop = Stop(StopReason.RESIZE, f"the size changes: {growth}")
+            return _stop(replace(record, resize=growth), stop, now, ranks)
         case _, TimePassed():
             return _stop(record, Stop(StopReason.FAILURE, "a rank failed"), now, ranks)
     return phase, None

@@ -29,7 +29,7 @@ class Quiesce(AbstractContextManager["Quiesce"]):
         self._group = group
         self._script = script
         self._requested = self._fit = self._asked = False
-        self._left: set[int] = set()
+        self._left_ranks: set[int] = set()
         self._closed = threading.Event()
 
     def __exit__(self, *_: object) -> None:
@@ -48,8 +48,8 @@ class Quiesce(AbstractContextManager["Quiesce"]):
                 self._fit = True
                 self._ask()
             case kinds.Left():
-                self._left.add(rank)
-                return len(self._left) == self._group.plan.world_size
+                self._left_ranks.add(rank)
+                return len(self._left_ranks) == self._group.plan.world_size
             case kinds.Saved():
                 return self._requested and not self._fit
         return False

@@ -34,7 +34,7 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
         self._group = group
         self._events = events
         self._post = post
-        self._warned = ""
+        self._last_warning = ""
         """The last warning."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raydist-resize", daemon=True)
@@ -69,7 +69,7 @@ class ResizeMonitor(AbstractContextManager["ResizeMonitor"]):
             return standby.growth()
         except Exception as error:  # Ray's head does not answer now: the next check tries again
             text = f"can't look for more nodes now: {type(error).__name__}: {last_line(error)}"
-            if text != self._warned:
+            if text != self._last_warning:
                 self._events.warn(text)
-            self._warned = text
+            self._last_warning = text
             return ""

@@ -29,9 +29,9 @@ class RankBeats:
     """What the heartbeats of one rank show."""
 
     beat: Beat = (0, "", 0.0)
-    heard: float = 0.0
+    heard_at: float = 0.0
     """When it last wrote its heartbeat, on the driver's clock."""
-    stepped: float = 0.0
+    stepped_at: float = 0.0
     """When its last step ended, on its own clock."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     """Seconds of a step, each the mean of the steps between two heartbeats."""
@@ -53,20 +53,20 @@ class StallCheck:
 
     def note(self, rank: int, beat: Beat, now: float) -> None:
         """Record a heartbeat that was written at `now`."""
-        beats = self.ranks.setdefault(rank, RankBeats(heard=now))
+        beats = self.ranks.setdefault(rank, RankBeats(heard_at=now))
         if beat == beats.beat:
             return
         if beats.beat[1] == HELD:  # meanwhile the others could make no progress
             for other in self.ranks.values():
-                other.heard = max(other.heard, now)
+                other.heard_at = max(other.heard_at, now)
         step, _, at = beat
         if step > beats.beat[0]:
-            if beats.stepped:
-                beats.steps.append((at - beats.stepped) / (step - beats.beat[0]))
+            if beats.stepped_at:
+                beats.steps.append((at - beats.stepped_at) / (step - beats.beat[0]))
                 beats.learnt += step - beats.beat[0]
-            beats.stepped = at
+            beats.stepped_at = at
         beats.beat = beat
-        beats.heard = now
+        beats.heard_at = now
         self.again = 0.0
 
     def forget(self, rank: int) -> None:
@@ -77,7 +77,7 @@ class StallCheck:
         """Return the last heartbeat of each running rank."""
         return {rank: beats.beat for rank, beats in self.ranks.items()}
 
-    def allowed(self, beats: RankBeats) -> float:
+    def patience_s(self, beats: RankBeats) -> float:
         """Return the seconds that this rank may be silent before all ranks are examined."""
         known = beats.learnt >= LEARN and beats.beat[1] not in SLOW
         step = (
@@ -98,7 +98,7 @@ class StallCheck:
 
     def silence(self, now: float) -> float:
         """Return the longest silence in seconds."""
-        return max((now - beats.heard for beats in self.ranks.values()), default=0.0)
+        return max((now - beats.heard_at for beats in self.ranks.values()), default=0.0)
 
     def over(self, now: float) -> bool:
         """Return whether a rank was silent beyond `hang.limit_s`.
@@ -106,7 +106,7 @@ class StallCheck:
         Ranks without a heartbeat, such as those of a script, do not count.
         """
         return not self.held and any(
-            now - beats.heard > self.settings.limit_s
+            now - beats.heard_at > self.settings.limit_s
             for beats in self.ranks.values()
             if beats.beat[2]
         )
@@ -114,11 +114,11 @@ class StallCheck:
     def silent(self, now: float) -> bool:
         """Return whether it is time to examine all ranks."""
         return not self.held and any(
-            now - beats.heard > max(self.allowed(beats) + self.late_s, self.again)
+            now - beats.heard_at > max(self.patience_s(beats) + self.late_s, self.again)
             for beats in self.ranks.values()
         )
 
-    def examined(self, now: float) -> None:
+    def note_examination(self, now: float) -> None:
         """Note that the ranks were examined.
 
         The next time is after twice the silence, but once more at the limit.

@@ -39,9 +39,9 @@ class Stragglers:
     times: dict[int, Own] = field(default_factory=dict)
     strikes: dict[int, int] = field(default_factory=dict)
     """Consecutive checks in which a rank was slow."""
-    named: frozenset[int] = frozenset()
+    reported_ranks: frozenset[int] = frozenset()
     _due: float = 0.0
-    _seen: dict[int, int] = field(default_factory=dict)
+    _compared_steps: dict[int, int] = field(default_factory=dict)
 
     def note(self, rank: int, own: Own, now: float) -> list[Slow]:
         """Record a rank's times, and return the stragglers if one is new.
@@ -58,16 +58,19 @@ class Stragglers:
     def _compare(self) -> list[Slow]:
         """Compare all ranks, once each has timed new steps."""
         steps = {rank: own[0] for rank, own in self.times.items()}
-        new = all(count >= max(LEARN, self._seen.get(rank, 0) + 1) for rank, count in steps.items())
+        new = all(
+            count >= max(LEARN, self._compared_steps.get(rank, 0) + 1)
+            for rank, count in steps.items()
+        )
         if len(steps) < len(self.hosts) or len(steps) < 2 or not new:
             return []
-        self._seen = steps
+        self._compared_steps = steps
         slow = {each.rank: each for each in slower(self.times, self.hosts, self.percent)}
         self.strikes = {rank: self.strikes.get(rank, 0) + 1 for rank in slow}
         lasting = frozenset(rank for rank, count in self.strikes.items() if count >= LASTING)
-        if lasting <= self.named:
+        if lasting <= self.reported_ranks:
             return []
-        self.named |= lasting
+        self.reported_ranks |= lasting
         return [slow[rank] for rank in sorted(lasting)]
 
 
@@ -82,7 +85,7 @@ class Pauses:
     shares: dict[int, float] = field(default_factory=dict)
     strikes: dict[int, int] = field(default_factory=dict)
     """Consecutive checks in which a rank's share was too large."""
-    named: frozenset[int] = frozenset()
+    reported_ranks: frozenset[int] = frozenset()
     _due: float = 0.0
 
     def note(self, rank: int, share: float, now: float) -> kinds.Slow | None:
@@ -97,9 +100,9 @@ class Pauses:
         long = [rank for rank, share in self.shares.items() if share > PAUSES]
         self.strikes = {rank: self.strikes.get(rank, 0) + 1 for rank in long}
         lasting = sorted(rank for rank, count in self.strikes.items() if count >= LASTING)
-        if self.named.issuperset(lasting):
+        if self.reported_ranks.issuperset(lasting):
             return None
-        self.named |= set(lasting)
+        self.reported_ranks |= set(lasting)
         ranks = [
             kinds.SlowRank(rank=rank, host=self.hosts[rank], pauses=self.shares[rank])
             for rank in lasting

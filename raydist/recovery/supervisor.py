@@ -78,10 +78,10 @@ class Supervisor:
         hosts = [slot.node.host for slot in group.plan.slots]
         self._slow = SlowRanks(hosts, job.watch.slow, job.train.gc)
         self._meeting = Meeting(group, job, time.time(), retry)
-        self._raised: dict[int, kinds.Raised] = {}
+        self._exceptions: dict[int, kinds.Raised] = {}
 
     @property
-    def stopped(self) -> Stopped | None:
+    def stop_signal(self) -> Stopped | None:
         """The signal that ended the attempt."""
         return self._phase.record.stopped
 
@@ -130,7 +130,7 @@ class Supervisor:
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + LOOK_S
                 self._look_at_agents()
-                if not self._stopping and self._meeting.settled(time.time()):
+                if not self._stopping and self._meeting.have_settled(time.time()):
                     self._group.hosts.start_other_actors()
 
     def _receive_next(self) -> None:
@@ -175,8 +175,8 @@ class Supervisor:
 
         `stuck`: the processes of the other ranks were sent SIGKILL, and do not end.
         """
-        for rank in sorted(self._running):
-            if not self._agents.heard(rank, since):
+        for rank in sorted(self._running_ranks):
+            if not self._agents.has_answered(rank, since):
                 self._on_lost(rank)
             elif stuck:
                 self._on_stuck(rank)
@@ -192,7 +192,7 @@ class Supervisor:
         """
         for rank in self._agents.report_silent():
             self._hangs.leave_out(rank)
-        silent, running = self._agents.silent, self._running
+        silent, running = self._agents.silent, self._running_ranks
         if (
             silent
             and not self._stopping
@@ -201,9 +201,9 @@ class Supervisor:
             self._agents.reach(running.intersection(silent))
 
     def _on_reached(self, nodes: frozenset[str]) -> None:
-        self._agents.reached()
+        self._agents.note_reachable()
         if not self._stopping:
-            for rank in self._agents.ask_nodes(nodes, self._running):
+            for rank in self._agents.ask_nodes(nodes, self._running_ranks):
                 self._on_lost(rank)
 
     def _on_node_answer(self, rank: int, answer: Future[RecordedEnd | None]) -> None:
@@ -290,7 +290,7 @@ class Supervisor:
         if self._quiesce.note(rank, event):
             self._advance(phases.Quiesced())
         if isinstance(event, kinds.Raised):
-            self._raised[rank] = event
+            self._exceptions[rank] = event
             if not event.code:  # after sys.exit a program may have much to do, such as an upload
                 self._advance(phases.RankRaised())
         for milestone in self._meeting.add(rank, event):
@@ -299,7 +299,7 @@ class Supervisor:
     def _set_timeouts(self, event: kinds.Held | kinds.Released) -> None:
         """Have all ranks wait for one in the debugger as long as it takes, or no longer."""
         reason = f"rank {event.rank}"
-        for rank in self._running:
+        for rank in self._running_ranks:
             if isinstance(event, kinds.Held):
                 self._group.call(rank, HoldTimeouts(reason))
             else:
@@ -307,11 +307,11 @@ class Supervisor:
 
     def _on_end(self, rank: int, report: RankEnd, silent: bool = False) -> None:
         """Handle the end of a rank's process. `silent`: its agent does not answer."""
-        more = classify.log_tells_more(report, self._raised.get(rank))
+        more = classify.log_tells_more(report, self._exceptions.get(rank))
         log_tail = self._logs.tail(rank) if more else ""
         report = replace(report, at=self._agents.here(rank, report.at))
-        end = classify.classify_end(report, self._known(rank), self._phase.record, log_tail)
-        self._ended(replace(end, silent=silent))
+        end = classify.classify_end(report, self._record_of(rank), self._phase.record, log_tail)
+        self._note_end(replace(end, silent=silent))
 
     def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
         """Handle the loss of a rank's agent.
@@ -327,19 +327,21 @@ class Supervisor:
             interval,
             math.isinf(self._phase.due),
         )
-        self._ended(classify.classify_lost(self._known(rank), self._hangs.beat(rank), at, error))
+        self._note_end(
+            classify.classify_lost(self._record_of(rank), self._hangs.beat(rank), at, error)
+        )
 
     def _on_stuck(self, rank: int) -> None:
         """Handle a rank whose process was sent SIGKILL and does not end."""
-        known, beat = self._known(rank), self._hangs.beat(rank)
-        self._ended(classify.classify_stuck(known, beat, time.time(), deadlines.DYING_S))
+        record, beat = self._record_of(rank), self._hangs.beat(rank)
+        self._note_end(classify.classify_stuck(record, beat, time.time(), deadlines.DYING_S))
 
-    def _ended(self, end: End) -> None:
+    def _note_end(self, end: End) -> None:
         if end.rank in self.ends:
             return
-        self._agents.ended(end.rank)
+        self._agents.note_end(end.rank)
         self.ends[end.rank] = end
-        self._hangs.ended(end.rank)
+        self._hangs.note_end(end.rank)
         self._events.add(
             kinds.Ended(rank=end.rank, how=end.how, code=end.code, signal=end.signal, step=end.step)
         )
@@ -350,16 +352,16 @@ class Supervisor:
         return self._group.plan.world_size
 
     @property
-    def _running(self) -> set[int]:
+    def _running_ranks(self) -> set[int]:
         return set(range(self._world)) - self.ends.keys()
 
     @property
     def _stopping(self) -> bool:
         return isinstance(self._phase, Stopping)
 
-    def _known(self, rank: int) -> RankRecord:
+    def _record_of(self, rank: int) -> RankRecord:
         return RankRecord(
-            rank, self._host(rank), str(self._logs.path(rank)), self._raised.get(rank)
+            rank, self._host(rank), str(self._logs.path(rank)), self._exceptions.get(rank)
         )
 
     def _host(self, rank: int) -> str:

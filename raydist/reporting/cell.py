@@ -27,7 +27,7 @@ class Cell(Lines):
         super().__init__(stream, every_s)
         self._handle: Any = None
         self._launch = "launch"
-        self._replaced = -math.inf
+        self._replaced_at = -math.inf
 
     def phase(self, name: str, seconds: float) -> None:
         """Append the time of a part of the launch to the live line."""
@@ -41,10 +41,10 @@ class Cell(Lines):
         """
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))
-        elif moment == "step" and abs(t - self._replaced) < REPLACED_S:
+        elif moment == "step" and abs(t - self._replaced_at) < REPLACED_S:
             return
-        self._replaced = t
-        text = flat("  ".join([*progress.position(), *progress.health(), *progress.left()]))
+        self._replaced_at = t
+        text = flat("  ".join([*progress.position(), *progress.health(), *progress.time_left()]))
         steps, step = progress.totals.get("steps"), progress.step
         bar = (
             f"<progress max='{steps}' value='{step or 0}'></progress> "
@@ -55,8 +55,8 @@ class Cell(Lines):
 
     def show(self, rows: Sequence[Sequence[str]], t: float) -> None:
         """Replace the live line by a table, at most once per REPLACED_S. `t`: now, on any clock."""
-        if abs(t - self._replaced) >= REPLACED_S:
-            self._replaced = t
+        if abs(t - self._replaced_at) >= REPLACED_S:
+            self._replaced_at = t
             self._replace("\n".join(table(rows)))
 
     def saved(self, progress: Progress, t: float) -> None:

@@ -42,9 +42,9 @@ class Console(AbstractContextManager["Console"]):
         self._screen = screen(settings, sys.stdout if stream is None else stream)
         self._progress = Progress()
         self._output = Output(settings.output)
-        self._warned: set[str] = set()
+        self._warnings: set[str] = set()
         self._failures = Failures() if failures is None else failures
-        self._pending: kinds.Restart | None = None
+        self._pending_restart: kinds.Restart | None = None
 
     def __call__(self, event: Event) -> None:
         if not self._quiet or isinstance(event, kinds.Warning | kinds.Output | kinds.Result):
@@ -93,7 +93,7 @@ class Console(AbstractContextManager["Console"]):
                 self._screen.say(f"slow  {event.text}", "yellow")
             case kinds.Restart():
                 self._show_pending()
-                self._pending = event
+                self._pending_restart = event
             case kinds.Pause():
                 self._screen.say(f"pause {event.text}", "yellow")
             case kinds.Restarted():
@@ -127,9 +127,9 @@ class Console(AbstractContextManager["Console"]):
 
     def _on_warning(self, event: kinds.Warning) -> None:
         text, rank = event.text, event.rank
-        if text in self._warned:
+        if text in self._warnings:
             return  # shown once; the summary has its ranks and its count
-        self._warned.add(text)
+        self._warnings.add(text)
         self._screen.say(f"warning: {text if rank is None else of_ranks(text, {rank})}", "yellow")
 
     def _on_restarted(self, event: kinds.Restarted) -> None:
@@ -137,8 +137,8 @@ class Console(AbstractContextManager["Console"]):
             what = "pause" if event.paused else "resize:"
             self._screen.say(f"{what} {wording.restart_cost(event)}", "green")
             return
-        failure = f" {self._pending.text};" if self._pending else ""
-        self._pending = None
+        failure = f" {self._pending_restart.text};" if self._pending_restart else ""
+        self._pending_restart = None
         self._screen.say(
             f"restart {event.number}:{failure} {wording.restart_cost(event)}{self._page()}",
             "yellow",
@@ -146,10 +146,10 @@ class Console(AbstractContextManager["Console"]):
 
     def _show_pending(self) -> None:
         """Show the pending restart on its own line, before an event that precedes the next step."""
-        if self._pending is not None:
-            text = f"restart {self._pending.number}: {self._pending.text}"
+        if self._pending_restart is not None:
+            text = f"restart {self._pending_restart.number}: {self._pending_restart.text}"
             self._screen.say(text, "yellow")
-        self._pending = None
+        self._pending_restart = None
 
     def _page(self) -> str:
         return f" ({self._failures.found[-1].page})" if self._failures.found else ""
@@ -167,7 +167,7 @@ class Console(AbstractContextManager["Console"]):
             self._screen.say(first, "red")
             for line in [*filter(None, [rest]), *self._more(event)]:
                 self._screen.say(line)
-        rows = wording.summary(event.to_json(), self._progress.evaluated, brief=self._quiet)
+        rows = wording.summary(event.to_json(), self._progress.last_evaluation, brief=self._quiet)
         self._screen.facts(rows)
         for text in () if self._quiet else event.warnings:
             self._screen.say(f"  warning: {text}", "yellow")

@@ -106,20 +106,20 @@ class Failures:
     """The failures of a run, collected event by event."""
 
     found: list[Failure] = field(default_factory=list)
-    changed: Failure | None = None
+    changed_failure: Failure | None = None
     """The failure that the last event changed: its page must be rewritten."""
     before: int = 0
     """The number of pages in this folder from earlier runs."""
     slots: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     before_it: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The slots at the last failure."""
-    silent: float = 0.0
+    silent_since: float = 0.0
     """When the ranks of a confirmed hang became silent."""
-    stopped: float = 0.0
+    stopped_at: float = 0.0
     """When the other ranks of this attempt were stopped."""
     marks: dict[str, float] = field(default_factory=dict)
     """When each of PARTS of this attempt ended."""
-    saved: tuple[int, str] = (0, "")
+    newest_checkpoint: tuple[int, str] = (0, "")
     """The step and the path of the newest checkpoint."""
 
     @property
@@ -129,25 +129,25 @@ class Failures:
 
     def add(self, happened: Event) -> None:
         """Process one event."""
-        self.changed = self._fold(happened)
+        self.changed_failure = self._fold(happened)
 
     def _fold(self, happened: Event) -> Failure | None:
         t, now = happened.t, self.open
         match happened:
             case kinds.Run():
                 self.found = []
-                self.saved = (0, "")
+                self.newest_checkpoint = (0, "")
                 self.before = happened.pages
             case kinds.HasPlan():
                 if now and isinstance(happened, kinds.Resize):
                     now.resized = (happened.before, happened.nodes)
                 self._seat(happened)
             case kinds.Stop():
-                self.stopped = t
+                self.stopped_at = t
             case kinds.Failure():
                 return self._begin(happened)
             case kinds.Saved():
-                self.saved = max(self.saved, (happened.step, happened.path))
+                self.newest_checkpoint = max(self.newest_checkpoint, (happened.step, happened.path))
                 if (
                     now
                     and now.restart
@@ -193,8 +193,8 @@ class Failures:
         cause, t = happened.cause, happened.t
         if (before := self.open) is not None:
             before.status = "restarted"  # it failed again before it had completed a step
-        detected = max(cause["at"], min(self.stopped or t, t))
-        self.stopped = 0.0
+        detected = max(cause["at"], min(self.stopped_at or t, t))
+        self.stopped_at = 0.0
         self.before_it = self.slots
         number = len(self.found) + 1
         made = Failure(
@@ -237,7 +237,7 @@ class Failures:
             failure.why_last = failure.why_last or result.failure.partition("\n")[0]
         if failure.status == "restarted":  # its job completed no step
             return failure
-        step, failure.checkpoint = self.saved
+        step, failure.checkpoint = self.newest_checkpoint
         failure.repeated = max(0, failure.reached - step)
         waited = failure.restart and "place" not in self.marks
         failure.parts["place" if waited else "save"] = max(0.0, result.t - failure.t)

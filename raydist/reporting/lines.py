@@ -20,7 +20,7 @@ class Lines:
         self._stream = stream
         self._every_s = every_s
         self._began: float | None = None
-        self._drawn = self._saved = -math.inf
+        self._drawn_at = self._saved_at = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
         """Write one or more lines. `style` is for screens with colours."""
@@ -48,20 +48,20 @@ class Lines:
 
         `t`: time of the event. `moment`: as returned by Progress.read.
         """
-        if moment == "step" and abs(t - self._drawn) < self._every_s:
+        if moment == "step" and abs(t - self._drawn_at) < self._every_s:
             return
-        self._drawn = t
+        self._drawn_at = t
         parts = (
             progress.evaluation()
             if moment == "evaluation"
-            else [*progress.health(), *progress.left()]
+            else [*progress.health(), *progress.time_left()]
         )
         self._progress_line(progress, t, parts)
 
     def saved(self, progress: Progress, t: float) -> None:
         """Write that a checkpoint is on disk."""
-        if abs(t - self._saved) >= SAVED_S:
-            self._saved = t
+        if abs(t - self._saved_at) >= SAVED_S:
+            self._saved_at = t
             self._progress_line(progress, t, ["checkpoint saved"])
 
     def _progress_line(self, progress: Progress, t: float, parts: Sequence[str]) -> None:

@@ -79,19 +79,19 @@ class ValueNames:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._known = set[str]()
+        self._value_names = set[str]()
         self._warned = False
 
     def admit(self, name: str) -> bool:
         """Report whether this name has a series; warn of the first one that has none."""
-        if len(self._known) < VALUES:
-            self._known.add(name)
-        elif name not in self._known and not self._warned:
+        if len(self._value_names) < VALUES:
+            self._value_names.add(name)
+        elif name not in self._value_names and not self._warned:
             self._warned = True
             self._warn(
                 f"Prometheus gets at most {VALUES} names of reported values: {name!r} is left out"
             )
-        return name in self._known
+        return name in self._value_names
 
 
 class Metrics(AbstractContextManager["Metrics"]):

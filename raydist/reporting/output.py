@@ -13,29 +13,29 @@ class Output:
     """The bytes of each rank, split into lines. `shown`: all, none, or ranks such as 0,3."""
 
     def __init__(self, shown: str) -> None:
-        self._shown = ranks_of(shown)
+        self._shown_ranks = ranks_of(shown)
         self._decoders: dict[int, codecs.IncrementalDecoder] = {}
-        self._unfinished: dict[int, str] = {}
+        self._unfinished_lines: dict[int, str] = {}
 
     def lines(self, rank: int, chunk: bytes) -> Iterator[str]:
         """Yield the lines that these bytes complete; none if the rank is not shown."""
-        if self._shown is not None and rank not in self._shown:
+        if self._shown_ranks is not None and rank not in self._shown_ranks:
             return
         decoder = self._decoders.setdefault(
             rank, codecs.getincrementaldecoder("utf-8")("backslashreplace")
         )
         first, *others = decoder.decode(chunk).split("\n")
-        *whole, rest = self._unfinished.get(rank, "") + first, *others
-        self._unfinished[rank] = _visible(rest)
+        *whole, rest = self._unfinished_lines.get(rank, "") + first, *others
+        self._unfinished_lines[rank] = _visible(rest)
         for line in whole:
             yield _shown(rank, line)
 
     def rest(self) -> Iterator[str]:
         """Yield the last line of each rank that ended without a newline."""
-        for rank, line in sorted(self._unfinished.items()):
+        for rank, line in sorted(self._unfinished_lines.items()):
             if line:
                 yield _shown(rank, line)
-        self._unfinished.clear()
+        self._unfinished_lines.clear()
 
 
 def ranks_of(shown: str) -> set[int] | None:

@@ -28,7 +28,7 @@ class Pages:
         self._failures = failures
 
     def __call__(self, event: Event) -> None:
-        if (failure := self._failures.changed) is not None:
+        if (failure := self._failures.changed_failure) is not None:
             self._write(failure)
 
     def _write(self, failure: Failure) -> None:

@@ -38,7 +38,7 @@ class Points:
     first values stay: a tracker cannot take a point back, and must not have two.
     """
 
-    released: int = -1
+    newest_released: int = -1
     """The newest step that was released, in this run or in the one that it resumes.
 
     It is never released again.
@@ -49,9 +49,9 @@ class Points:
     If not, a step is final once a later one is reported.
     """
     attempt: int = 0
-    kept: int = -1
+    newest_safe: int = -1
     """The newest step in a snapshot or a checkpoint."""
-    held: dict[int, Point] = field(default_factory=dict)
+    points: dict[int, Point] = field(default_factory=dict)
 
     def add(self, event: Event) -> list[Point]:
         """Process one event; return the points that it makes final, in the order of their steps."""
@@ -59,47 +59,49 @@ class Points:
             case kinds.StartsAttempt():
                 self.attempt += 1
             case kinds.Saved():
-                self.kept = max(self.kept, event.step)
+                self.newest_safe = max(self.newest_safe, event.step)
             case kinds.Begin(rank=0) if event.resumed is not None:
                 self._drop_after(event.resumed)
             case kinds.Report(rank=0):
                 self._take(event)
-                return self._settled(event.t)
+                return self._take_final(event.t)
             case kinds.Result():
                 return self.rest()
         return []
 
     def rest(self) -> list[Point]:
         """Return all points that are held: the run is over."""
-        return self._tell(list(self.held))
+        return self._tell(list(self.points))
 
     def _take(self, report: kinds.Report) -> None:
-        step = max(self.held, default=None) if report.step is None else report.step
+        step = max(self.points, default=None) if report.step is None else report.step
         if step is None:
             return
         self._drop_after(step - 1)
-        self.kept = max(self.kept, -1 if report.kept is None else report.kept)
-        if step > self.released:
-            self.held.setdefault(step, Point(step, report.t, self.attempt)).values.update(
+        self.newest_safe = max(self.newest_safe, -1 if report.kept is None else report.kept)
+        if step > self.newest_released:
+            self.points.setdefault(step, Point(step, report.t, self.attempt)).values.update(
                 numbers(report.values)
             )
 
     def _drop_after(self, step: int) -> None:
         """Forget later steps of earlier attempts: this attempt repeats them."""
-        self.held = {
-            at: one for at, one in self.held.items() if at <= step or one.attempt == self.attempt
+        self.points = {
+            at: one for at, one in self.points.items() if at <= step or one.attempt == self.attempt
         }
 
-    def _settled(self, now: float) -> list[Point]:
+    def _take_final(self, now: float) -> list[Point]:
         """Return final steps before the newest one, to which an evaluation may still add values."""
-        newest = max(self.held, default=-1)
-        covered = [at for at in self.held if at < newest and (at <= self.kept or not self.repeats)]
-        late = [at for at, one in self.held.items() if at < newest and now - one.t > HELD_S]
-        return self._tell([at for at in self.held if at <= max(covered + late, default=-1)])
+        newest = max(self.points, default=-1)
+        covered = [
+            at for at in self.points if at < newest and (at <= self.newest_safe or not self.repeats)
+        ]
+        late = [at for at, one in self.points.items() if at < newest and now - one.t > HELD_S]
+        return self._tell([at for at in self.points if at <= max(covered + late, default=-1)])
 
     def _tell(self, steps: list[int]) -> list[Point]:
-        self.released = max([self.released, *steps])
-        return [self.held.pop(step) for step in sorted(steps)]
+        self.newest_released = max([self.newest_released, *steps])
+        return [self.points.pop(step) for step in sorted(steps)]
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

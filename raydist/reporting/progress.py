@@ -30,7 +30,7 @@ class Progress:
         """The last values of PROGRESS_NAMES."""
         self.values: dict[str, Any] = {}
         """The last values of the metrics."""
-        self.evaluated: Mapping[str, Any] = {}
+        self.last_evaluation: Mapping[str, Any] = {}
         """The metrics of the newest evaluation."""
         self._evaluated_at = -2
         self._repeats = False
@@ -100,7 +100,7 @@ class Progress:
         if each_step:
             self.values.update(metrics)
             return "step"
-        self.evaluated = metrics
+        self.last_evaluation = metrics
         return "evaluation"
 
     def _mark(self, t: float, step: int) -> None:
@@ -116,7 +116,7 @@ class Progress:
         (t0, step0, samples0), (t1, step1, samples1) = self._marks[0], self._marks[-1]
         return (step1 - step0) / (t1 - t0), (samples1 - samples0) / (t1 - t0)
 
-    def left(self) -> list[str]:
+    def time_left(self) -> list[str]:
         """Return `0:42 left` at the current rate.
 
         Empty at the last step, or if the number of steps is unknown.
@@ -148,7 +148,7 @@ class Progress:
 
     def evaluation(self) -> list[str]:
         """Return the metrics of the newest evaluation, such as `accuracy 0.98`."""
-        return [f"{name} {number_text(value)}" for name, value in self.evaluated.items()]
+        return [f"{name} {number_text(value)}" for name, value in self.last_evaluation.items()]
 
 
 def _of(name: str, totals: Mapping[str, Any]) -> str:

@@ -164,7 +164,7 @@ def make_result(
 
     `now`: the end of the run in seconds since the epoch; None: now.
     """
-    figures.ended = time.time() if now is None else now
+    figures.ended_at = time.time() if now is None else now
     failed = [end for end in tried.ends if end.failed]
     texts = {end.rank: RaydistError(f"{where(end)} {describe_end(end)}") for end in failed}
     return Result(
@@ -178,14 +178,14 @@ def make_result(
         launch=figures.launch,
         wall_s=figures.wall_s,
         goodput=figures.goodput,
-        spent=figures.spent.parts(figures.wall_s, figures.ended),
+        spent=figures.spent.parts(figures.wall_s, figures.ended_at),
         recovery=figures.spent.recovery,
         throughput=figures.throughput,
-        checkpoint=_saved(figures.saved) if figures.saved else None,
+        checkpoint=_saved(figures.checkpoint) if figures.checkpoint else None,
         network=figures.network,
         work=figures.work,
         slow=figures.slow,
-        warnings=_warnings(figures.warned),
+        warnings=_warnings(figures.warnings),
         signal=tried.error.signum if isinstance(tried.error, Stopped) else 0,
         error=tried.error,
         restarts=tuple(
@@ -216,31 +216,31 @@ class Figures:
     world_size: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     launch: dict[str, float] = field(default_factory=dict)
-    saved: str = ""
+    checkpoint: str = ""
     network: str = ""
     work: Mapping[str, Sequence[float]] = field(default_factory=dict)
     slow: Mapping[str, Any] = field(default_factory=dict)
     spent: Spent = field(default_factory=Spent)
     began: float | None = None
     """Time of the first event, in seconds since the epoch."""
-    ended: float = 0.0
+    ended_at: float = 0.0
     """Time of the end of the run, or of the last event."""
-    done: int = 0
+    counted_samples: int = 0
     """Samples of all ranks in the last attempt after its first step, as counted by the loop."""
     samples: tuple[kinds.Report, ...] = ()
     """The first and the last report with `samples`."""
-    warned: dict[str, Counter[int | None]] = field(default_factory=dict)
+    warnings: dict[str, Counter[int | None]] = field(default_factory=dict)
     """How often each warning came from each rank; None for the driver."""
 
     def add(self, happened: Event) -> None:
         """Process one event. Only rank 0's events count, except for warnings."""
         self.began = happened.t if self.began is None else self.began
-        self.ended = happened.t
+        self.ended_at = happened.t
         self.spent.add(happened)
         match happened:
             case kinds.Warning():
-                if happened.text in self.warned or len(self.warned) < WARNINGS:
-                    self.warned.setdefault(happened.text, Counter())[happened.rank] += 1
+                if happened.text in self.warnings or len(self.warnings) < WARNINGS:
+                    self.warnings.setdefault(happened.text, Counter())[happened.rank] += 1
             case kinds.Plan():
                 self.world_size = happened.world_size
             case kinds.Phase() if self.spent.launching:
@@ -256,9 +256,9 @@ class Figures:
             case kinds.Slow():
                 self.slow = {"text": happened.text, "ranks": happened.ranks}
             case kinds.Saved():
-                self.saved = happened.path
+                self.checkpoint = happened.path
             case kinds.Done(rank=0) if happened.spent and "step" in happened.spent:
-                self.done = happened.samples
+                self.counted_samples = happened.samples
 
     def _add_report(self, report: kinds.Report) -> None:
         self.metrics.update(report.values)
@@ -273,7 +273,7 @@ class Figures:
     @property
     def wall_s(self) -> float:
         """The seconds from the first event to the end."""
-        return 0.0 if self.began is None else max(0.0, self.ended - self.began)
+        return 0.0 if self.began is None else max(0.0, self.ended_at - self.began)
 
     @property
     def step_s(self) -> float:
@@ -291,8 +291,8 @@ class Figures:
         Reports count by their difference, because `samples` of a resumed run include those of
         earlier runs.
         """
-        if self.done and self.spent.counted_s:
-            return self.done / self.spent.counted_s
+        if self.counted_samples and self.spent.counted_s:
+            return self.counted_samples / self.spent.counted_s
         took = apart(self.samples)
         return (
             (self.samples[-1].values["samples"] - self.samples[0].values["samples"]) / took

@@ -32,7 +32,7 @@ class Terminal:
         )
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._launch = "launch"
-        self._drawn = -math.inf
+        self._drawn_at = -math.inf
 
     def say(self, text: str, style: str = "") -> None:
         """Write one or more lines that stay.
@@ -53,9 +53,9 @@ class Terminal:
 
         `t`: now, on any clock.
         """
-        if abs(t - self._drawn) < REDRAW_S:
+        if abs(t - self._drawn_at) < REDRAW_S:
             return
-        self._drawn = t
+        self._drawn_at = t
         room = max(4, self._console.height - 2)
         self._refresh(
             Text("\n".join(table(rows[:room], self._console.width)), no_wrap=True, overflow="crop")
@@ -86,9 +86,9 @@ class Terminal:
         """
         if moment == "evaluation":
             self.say("  ".join([*progress.position(), *progress.evaluation()]))
-        elif moment == "step" and abs(t - self._drawn) < REDRAW_S:
+        elif moment == "step" and abs(t - self._drawn_at) < REDRAW_S:
             return
-        self._drawn = t
+        self._drawn_at = t
         self._refresh(self._bar(progress))
 
     def saved(self, progress: Progress, t: float) -> None:
@@ -113,7 +113,7 @@ class Terminal:
         There is no bar without a known number of steps.
         """
         position, health, left = map(
-            _one_line, (progress.position(), progress.health(), progress.left())
+            _one_line, (progress.position(), progress.health(), progress.time_left())
         )
         steps, step = progress.totals.get("steps"), progress.step
         if step is None or not steps or steps < 0:

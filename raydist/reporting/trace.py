@@ -29,7 +29,7 @@ class Trace:
         self._since: dict[int, float] = {}
         """When the current step of a rank began, by rank."""
         self._steps: dict[int, int] = {}
-        self._failed: kinds.Failure | None = None
+        self._open_failure: kinds.Failure | None = None
         for thread, name in ((PHASES, "launch"), (FAILURES, "failures"), (SAVES, "checkpoints")):
             self._name("thread_name", RUN, thread, name)
 
@@ -63,15 +63,15 @@ class Trace:
                 begin, args = event.t - event.s, {"path": event.path}
                 self._span(f"step {event.step}", begin, event.s, RUN, SAVES, args=args)
             case kinds.Failure():
-                self._failed = event
+                self._open_failure = event
                 cause = event.cause
                 text = f"{cause['how']} at step {cause['step']}"
                 self._mark(text, cause["at"], *self._seat(cause["rank"]))
-            case kinds.Restarted() if self._failed is not None:
-                self._failure(self._failed, self._failed.cause["at"] + event.s)
+            case kinds.Restarted() if self._open_failure is not None:
+                self._failure(self._open_failure, self._open_failure.cause["at"] + event.s)
             case kinds.Result():
-                if self._failed is not None:
-                    self._failure(self._failed, event.t)
+                if self._open_failure is not None:
+                    self._failure(self._open_failure, event.t)
                 self._mark(event.status, event.t, RUN, PHASES)
             case kinds.Hang():
                 self._mark(f"silent: {event.text}", event.t, RUN, PHASES)
@@ -111,7 +111,7 @@ class Trace:
         """Add a span from the failure's beginning to the next step, or to the end of the run."""
         text, at = failed.text, failed.cause["at"]
         self._span(text.partition("\n")[0], at, end - at, RUN, FAILURES, args={"text": text})
-        self._failed = None
+        self._open_failure = None
 
     def _seat(self, rank: int) -> tuple[int, int]:
         return self._hosts.get(self._seats.get(rank, ""), RUN), rank + 1

@@ -215,7 +215,7 @@ class Loader(ConfigLoaderImpl):
         self.is_object = function is not None
         self.target = _name_of(function) if function else target
         self.groups = frozenset(self._all_groups())
-        self.typed: list[str] = []
+        self.override_texts: list[str] = []
         """The overrides translated last, as typed, but with references in place of secrets."""
 
     def _all_groups(self, parent: str = "") -> Iterator[str]:
@@ -229,14 +229,14 @@ class Loader(ConfigLoaderImpl):
         for text in overrides:
             if "=" not in text and (group := self._group_of(text)):
                 raise ConfigError.of(
-                    group, text, "an override is key=value", f"{group}={text}", typed=text
+                    group, text, "an override is key=value", f"{group}={text}", text=text
                 )
             if self.target and text.startswith("job="):
                 raise self._job_is_given("job", text.removeprefix("job="))
         translated = translate_overrides(overrides, self.groups, multirun)
         hidden = references.hide_all(translated)
         each = zip(spread(overrides), translated, hidden, strict=True)
-        self.typed = [text if plain == safe else safe for text, plain, safe in each]
+        self.override_texts = [text if plain == safe else safe for text, plain, safe in each]
         return hidden
 
     def _job_is_given(self, key: str, value: str) -> ConfigError:
@@ -472,7 +472,7 @@ class SweepConfig:
             each.get_key_element().lstrip("+"): each for each in parsed
         }
         """Hydra's overrides by key without a sign; the last one of each key."""
-        self.typed = loader.typed
+        self.override_texts = loader.override_texts
         """All overrides as typed, but with references in place of secrets."""
         self.function = _name_of(function) if function else ""
         """The job's name, MODULE:NAME, if it is an object that the caller passed."""

@@ -80,7 +80,7 @@ def _wrong_value(
     """
     known = key in SETTINGS or key in PARTS or dictionary_of(key) is not None
     if not known and not key.startswith("hydra"):
-        return unknown(key, None, typed=where.removesuffix(": ") or key)
+        return unknown(key, None, text=where.removesuffix(": ") or key)
     override = next(
         (parsed for text in overrides if (parsed := Override.parse(text)).key == key and not where),
         None,
@@ -93,7 +93,7 @@ def _wrong_value(
         kind, _, optional = str(SETTINGS[key].type).partition(" | ")
         kind = TYPES.get(kind, "a dictionary" if kind.startswith("dict") else kind)
         return ConfigError.of(
-            key, value, f"must be {kind}{' or null' if optional else ''}", example(key), typed=shown
+            key, value, f"must be {kind}{' or null' if optional else ''}", example(key), text=shown
         )
     guess = None
     if isinstance(error, InterpolationKeyError):
@@ -102,7 +102,7 @@ def _wrong_value(
             (nearest_key(name, list(SETTINGS)) for name in names if name not in SETTINGS), None
         )
         guess = close and f"{key}=${{{close}}}"
-    return ConfigError.of(key, value, _text(error), guess=guess, typed=shown)
+    return ConfigError.of(key, value, _text(error), guess=guess, text=shown)
 
 
 def _missing_choice(error: MissingConfigException, overrides: Sequence[str]) -> ConfigError:

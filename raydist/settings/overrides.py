@@ -42,7 +42,7 @@ class Override(NamedTuple):
         return cls(text, sign, key.strip(), value if equals else None)
 
     def wrong(self, cause: str, *suggestions: str, **named: Any) -> ConfigError:
-        return ConfigError.of(self.key, self.value, cause, *suggestions, typed=self.text, **named)
+        return ConfigError.of(self.key, self.value, cause, *suggestions, text=self.text, **named)
 
 
 def setting_fields(
@@ -97,9 +97,9 @@ def translate_overrides(
             override.key in groups
             and (first := chosen.setdefault(override.key, override)) is not override
         ):
-            typed = f"{first.text} {override.text}"
+            text = f"{first.text} {override.text}"
             raise ConfigError.of(
-                override.key, override.value, "chosen twice", override.text, typed=typed
+                override.key, override.value, "chosen twice", override.text, text=text
             )
     return [_translate(override, groups, multirun) for override in overrides]
 
@@ -235,7 +235,7 @@ def _quote_home(value: str) -> str:
 
 
 def unknown(
-    key: str, value: str | None, groups: Collection[str] = (), typed: str = ""
+    key: str, value: str | None, groups: Collection[str] = (), text: str = ""
 ) -> ConfigError:
     """Return the error for a setting that does not exist, with the most likely intended one."""
     known = sorted(name for name in {*SETTINGS, *PARTS, *groups} if not name.startswith("hydra"))
@@ -247,7 +247,7 @@ def unknown(
     guess = f"{close}={value}" if close and value else close
     listed = siblings or [name for name in known if "." not in name]
     return ConfigError.of(
-        key, value, f"there is no setting {key}", guess=guess, known=listed, typed=typed
+        key, value, f"there is no setting {key}", guess=guess, known=listed, text=text
     )
 
 

@@ -279,7 +279,7 @@ def program_overrides(program: Sequence[str], module: bool, python: bool) -> lis
     name, args = program[0], list(program[1:])
     if module and not python:
         raise ConfigError.of(
-            "--no-python", None, "only one of these flags", "--module", typed="--module --no-python"
+            "--no-python", None, "only one of these flags", "--module", text="--module --no-python"
         )
     if module:
         name = f"-m {name}"

@@ -74,17 +74,16 @@ class ConfigError(RaydistError):
         *suggestions: str,
         guess: str | None = None,
         known: Iterable[str] | None = None,
-        typed: str = "",
+        text: str = "",
     ) -> ConfigError:
         """`key=value: cause; set SUGGESTION or SUGGESTION`.
 
-        `guess`: what was probably meant: "did you mean …?". `known`: names to list. `typed`: how
-        the setting was typed, if not as `key=value`.
+        `guess`: what was probably meant: "did you mean …?". `known`: names to list. `text`: what
+        was typed, if not `key=value`.
         """
         suggestion = guess or next(iter(suggestions), "")
         message = (
-            typed
-            or (key if value is None else f"{key}{' ' if key.startswith('-') else '='}{value}")
+            text or (key if value is None else f"{key}{' ' if key.startswith('-') else '='}{value}")
         ) + f": {cause}"
         if guess:
             message += f"; did you mean {guess}?"

@@ -152,7 +152,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copying: dict[torch.device, torch.cuda.Stream] = {}
+        self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
         """The stream of each GPU for copies of states."""
 
     def lags(self, tensor: torch.Tensor) -> bool:
@@ -184,14 +184,14 @@ class CudaDevice:
 
     def _begin_copies(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream for copies from a GPU, which waits for all that is queued there."""
-        if device not in self._copying:
-            self._copying[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream = self._copying[device]
+        if device not in self._copy_streams:
+            self._copy_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._copy_streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
 
     def catch_up(self) -> None:
-        for device, stream in self._copying.items():
+        for device, stream in self._copy_streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def mark(self) -> Mark:

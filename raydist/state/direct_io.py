@@ -32,7 +32,7 @@ class DirectFile:
         """Bytes written so far."""
         self._hash = xxh3_128()
         self._block = mmap.mmap(-1, BLOCK)  # begins at a page, as direct writes require
-        self._used = 0
+        self._used_bytes = 0
         plain = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             self._descriptor = os.open(path, plain | getattr(os, "O_DIRECT", 0), 0o666)
@@ -52,11 +52,11 @@ class DirectFile:
         rest = memoryview(data).cast("B")
         length = len(rest)
         while rest:
-            part = rest[: BLOCK - self._used]
-            self._block[self._used : self._used + len(part)] = part
-            self._used += len(part)
+            part = rest[: BLOCK - self._used_bytes]
+            self._block[self._used_bytes : self._used_bytes + len(part)] = part
+            self._used_bytes += len(part)
             rest = rest[len(part) :]
-            if self._used == BLOCK:
+            if self._used_bytes == BLOCK:
                 self._put(BLOCK)
         self.bytes += length
         return length
@@ -66,9 +66,9 @@ class DirectFile:
 
     def end(self) -> None:
         """Write the last block, and wait until the whole file is on the disk."""
-        if self._used:
-            whole = -(-self._used // ALIGNED) * ALIGNED
-            self._block[self._used : whole] = bytes(whole - self._used)
+        if self._used_bytes:
+            whole = -(-self._used_bytes // ALIGNED) * ALIGNED
+            self._block[self._used_bytes : whole] = bytes(whole - self._used_bytes)
             self._put(whole)
             os.ftruncate(self._descriptor, self.bytes)
         os.fsync(self._descriptor)
@@ -79,8 +79,8 @@ class DirectFile:
     def _put(self, length: int) -> None:
         """Write `length` bytes of the block."""
         rest = memoryview(self._block)[:length]
-        self._hash.update(rest[: self._used])
-        self._used = 0
+        self._hash.update(rest[: self._used_bytes])
+        self._used_bytes = 0
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]

@@ -199,7 +199,7 @@ class _Files(FileSystem):
 
     def __init__(self, folder: StoragePath) -> None:
         self._folder = folder
-        self.written: dict[str, FileFacts] = {}
+        self.facts_by_name: dict[str, FileFacts] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -212,7 +212,7 @@ class _Files(FileSystem):
             return
         with hashed_file(self._folder / name) as file:
             yield _Stream(file)
-        self.written[name] = file_facts(file)
+        self.facts_by_name[name] = file_facts(file)
 
 
 class PartPlanner(DefaultSavePlanner):
@@ -239,7 +239,7 @@ def write_part(folder: StoragePath, part: RankPart) -> dict[str, FileFacts]:
     results = writer.write_data(named, planner).value()
     with hashed_file(folder / _plan_name(part.rank)) as stream:
         stream.write(pickle.dumps((plan, results)))
-    return files.written
+    return files.facts_by_name
 
 
 def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
@@ -260,7 +260,7 @@ def write_metadata(folder: StoragePath, ranks: int) -> dict[str, FileFacts]:
     metadata.storage_data = {result.index: result.storage_data for result in reversed(results)}
     with files.create_stream(METADATA, "wb") as stream:
         pickle.dump(metadata, stream)
-    return files.written
+    return files.facts_by_name
 
 
 def joined_metadata(plans: list[SavePlan]) -> Metadata:

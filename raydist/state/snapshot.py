@@ -152,7 +152,7 @@ class SnapshotBuffer:
         self._views: dict[int, tuple[list[TensorSpec], list[torch.Tensor]]] = {}
         self._page_locked: dict[int, torch.Tensor | None] = {}
         """The memory of each slot (PAGE_ITSELF: the first page); None: page-locking it failed."""
-        self._coming: Mark | None = None
+        self._copies_end: Mark | None = None
         """The end of the copies that may not be done yet."""
 
     @property
@@ -161,7 +161,7 @@ class SnapshotBuffer:
         return complete_slots(self._page)
 
     @property
-    def locked(self) -> int:
+    def locked_slot(self) -> int:
         """The slot that is being written to the disk, -1 for none."""
         return read_words(self._page, LOCK, 1)[0]
 
@@ -275,7 +275,7 @@ class SnapshotBuffer:
         tensors: list[torch.Tensor] = []
         take_apart(state, tensors)
         keep = 2 if not agreed and any(map(self._device.lags, tensors)) else 1
-        taken = {slot for _, slot in sorted(self.steps.items())[-keep:]} | {self.locked}
+        taken = {slot for _, slot in sorted(self.steps.items())[-keep:]} | {self.locked_slot}
         slot = next(free for free in range(SLOTS) if free not in taken)
         self.fill(slot, step, state, alongside)
         return slot
@@ -302,7 +302,7 @@ class SnapshotBuffer:
             write_words(self._page, at_slot(slot), step)
             return
         word = torch.frombuffer(self._page, dtype=torch.int64, count=1, offset=at_slot(slot))
-        self._coming = self._device.copy_state(pairs, word, step)
+        self._copies_end = self._device.copy_state(pairs, word, step)
         if not alongside:
             self.catch_up()
 
@@ -313,9 +313,9 @@ class SnapshotBuffer:
     def rest(self, within_s: float = math.inf) -> bool:
         """Wait until the locked slot is on the disk; report whether it is."""
         until = time.monotonic() + within_s
-        while self.locked >= 0 and time.monotonic() < until:
+        while self.locked_slot >= 0 and time.monotonic() < until:
             time.sleep(0.001)
-        return self.locked < 0
+        return self.locked_slot < 0
 
     def drop(self) -> None:
         """Free the memory with all its slots; none may be locked."""
@@ -332,9 +332,9 @@ class SnapshotBuffer:
 
     def settle(self) -> None:
         """Wait until the GPU has made its copies, and has marked their slot as complete."""
-        if self._coming is not None:
-            self._coming.wait()
-            self._coming = None
+        if self._copies_end is not None:
+            self._copies_end.wait()
+            self._copies_end = None
 
     def offers(self) -> list[tuple[int, int, int, int]]:
         """Return the states, newest first: step, whole or not, bytes of description, of tensors."""

@@ -86,7 +86,7 @@ Message = Reached | Over | Refresh | Stopped | None
 class Live:
     """A trial under way."""
 
-    watched: WatchedTrial
+    watched_trial: WatchedTrial
     milestones: int
     """Number of milestones that the trial has reached; its own thread counts them."""
     thread: threading.Thread
@@ -105,7 +105,7 @@ class Setup:
     sweep: Sweep
     most: int
     """Total number of trials that the sampler proposes."""
-    wanted: tuple[Objective, ...]
+    objectives: tuple[Objective, ...]
     """The objectives."""
     folder: Folder
     screen: SweepScreen
@@ -127,9 +127,12 @@ class Conductor:
         self.trials = trials
         self.results = dict[int, Result[Any]]()
         self._setup = setup
-        sweep, wanted = setup.sweep, setup.wanted
+        sweep, objectives = setup.sweep, setup.objectives
         self._rule = Prune(
-            sweep.prune, wanted[0] if wanted else Objective("", 1), sweep.min_steps, sweep.reduction
+            sweep.prune,
+            objectives[0] if objectives else Objective("", 1),
+            sweep.min_steps,
+            sweep.reduction,
         )
         self._live: dict[int, Live] = {}
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -218,17 +221,17 @@ class Conductor:
         """
         if len(self._live) >= (self._setup.sweep.parallel or len(self.trials) + 1):
             return False
-        if not all(live.watched.settled for live in self._live.values()):
-            if any(live.watched.waiting for live in self._live.values()):
+        if not all(live.watched_trial.settled for live in self._live.values()):
+            if any(live.watched_trial.waiting for live in self._live.values()):
                 self._gangs.clear()  # they may hold what that trial waits for
             return False
         if time.monotonic() < self._look_at or (number := self._next()) is None:
             return False
         try:
-            wanted = self._setup.space.job(self.trials[number].settings)
+            wanted_job = self._setup.space.job(self.trials[number].settings)
             if self.trials[number].added:  # those of the sweep were checked before its start
-                room.check_can_ever_fit(wanted)
-            job = room.find_room(wanted, self._gangs, alone=not self._live)
+                room.check_can_ever_fit(wanted_job)
+            job = room.find_room(wanted_job, self._gangs, alone=not self._live)
         except ConfigError as error:
             self._fail(number, error)
             return True
@@ -253,7 +256,7 @@ class Conductor:
         thread = threading.Thread(
             target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True
         )
-        self._live[number] = Live(WatchedTrial(self._setup.wanted), len(trial.curve), thread)
+        self._live[number] = Live(WatchedTrial(self._setup.objectives), len(trial.curve), thread)
         thread.start()
 
     def _run(self, trial: Trial, job: Job) -> None:
@@ -284,20 +287,20 @@ class Conductor:
         """
         with suppress(OSError):
             for event in read_kind(kinds.Report, file):
-                live.watched.add(event)
+                live.watched_trial.add(event)
 
     def _read(self, number: int, live: Live, event: Event) -> None:
         """Process an event of a trial, in the trial's thread."""
-        settled = live.watched.settled
-        reported = live.watched.add(event)
+        settled = live.watched_trial.settled
+        reported = live.watched_trial.add(event)
         if isinstance(event, kinds.Warning):
             self._setup.screen.event(event, number)
         if reported and isinstance(event, kinds.Report) and self._rule.kind != "none":
-            step, value = event.step or 0, event.values[self._setup.wanted[0].name]
+            step, value = event.step or 0, event.values[self._setup.objectives[0].name]
             while step >= self._rule.milestone(live.milestones):
                 live.milestones += 1
                 self._messages.put(Reached(number, step, value))
-        if settled != live.watched.settled:
+        if settled != live.watched_trial.settled:
             self._messages.put(None)
 
     def _hear(self) -> None:
@@ -320,12 +323,12 @@ class Conductor:
             case Refresh():
                 self._setup.summarize(self.states)
         self._setup.screen.draw(
-            self.states, {number: live.watched for number, live in self._live.items()}
+            self.states, {number: live.watched_trial for number, live in self._live.items()}
         )
 
     def _reached(self, message: Reached) -> None:
         live = self._live[message.number]
-        trial = self._change(self.trials[message.number].reached(message.step, message.value))
+        trial = self._change(self.trials[message.number].at_milestone(message.step, message.value))
         if live.intent:
             return
         match rules.verdict(self.states, message.number, self._rule, self._more):
@@ -341,15 +344,15 @@ class Conductor:
         self._look_s = POLL_S
         trial = self.trials[message.number] = replace(
             before,
-            step=max(live.watched.step, before.step),
-            values={**before.values, **live.watched.values},
-            metrics={**before.metrics, **live.watched.metrics},
+            step=max(live.watched_trial.step, before.step),
+            values={**before.values, **live.watched_trial.values},
+            metrics={**before.metrics, **live.watched_trial.metrics},
             wall_s=before.wall_s + time.monotonic() - live.began,
         )
         match message.error:
             case None:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
-                if (wrong := unreported_objective(trial, self._setup.wanted)) is not None:
+                if (wrong := unreported_objective(trial, self._setup.objectives)) is not None:
                     self._end(wrong)
             case Stopped() as stopped:
                 self._tell(replace(trial, state=live.intent or "stopped"))

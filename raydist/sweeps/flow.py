@@ -27,7 +27,15 @@ from raydist.sweeps.folder import Folder, read_summary, read_trials, wall_before
 from raydist.sweeps.importance import RunningImportance
 from raydist.sweeps.space import Space
 from raydist.sweeps.table import SweepScreen
-from raydist.sweeps.trial import OPEN, Objective, State, Trial, best_trials, objectives, values_of
+from raydist.sweeps.trial import (
+    OPEN,
+    Objective,
+    State,
+    Trial,
+    best_trials,
+    parse_objectives,
+    values_of,
+)
 from raydist.sweeps.upload import SweepUpload
 from raydist.watch.web.live_page import LivePage
 
@@ -96,21 +104,23 @@ def run_sweep(
     config = SweepConfig(overrides, name, config_dir, function)
     space = Space(config)
     jobs = [checked(job) for job in space.jobs()]
-    settings, wanted = jobs[0].sweep, objectives(jobs[0].sweep.objective)
+    settings, objectives = jobs[0].sweep, parse_objectives(jobs[0].sweep.objective)
     sampler_name, most = samplers.choose_sampler(settings, space)
     if sampler_name in samplers.OPTUNA:
         optuna_study.check_optuna(sampler_name)
     path = resumed or Path(config.make_folder())
-    screen = SweepScreen(jobs[0].watch, wanted)
+    screen = SweepScreen(jobs[0].watch, objectives)
     folder = Folder(path, lambda text: screen.event(kinds.Warning(text=text)))
     trials = {
-        number: reopened(trial, settings, wanted) for number, trial in read_trials(path).items()
+        number: reopened(trial, settings, objectives) for number, trial in read_trials(path).items()
     }
     before_s = wall_before(path)
     rules.check_below_limits([*trials.values()], settings, before_s)
     until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
     sampler = samplers.sampler(sampler_name, settings, space, folder)
-    facts = SweepRecord(config.typed, name, space, wanted, sampler_name, settings, config)
+    facts = SweepRecord(
+        config.override_texts, name, space, objectives, sampler_name, settings, config
+    )
 
     def wall_s() -> float:
         return round(before_s + time.monotonic() - began, 3)
@@ -121,10 +131,12 @@ def run_sweep(
         record = {**facts.to_json(how, states, weights.shares), "wall_s": wall_s()}
         folder.summarize(record, states, list(space.parts))
 
-    weights = RunningImportance(space.parts, wanted, lambda: conductor.refresh())
+    weights = RunningImportance(space.parts, objectives, lambda: conductor.refresh())
 
     most = max(most, sum(not trial.added for trial in trials.values()))
-    setup = Setup(space, sampler, settings, most, wanted, folder, screen, summarize, call, until)
+    setup = Setup(
+        space, sampler, settings, most, objectives, folder, screen, summarize, call, until
+    )
     conductor = Conductor(setup, trials)
     how = "failed"
     with LivePage(path, jobs[0].watch.page) as page, SweepUpload(path, jobs[0], folder.warn):
@@ -151,7 +163,7 @@ def run_sweep(
                     rules.raised_limits(states, settings, wall_s()) if how != "finished" else []
                 )
                 lines = table.summary_facts(
-                    states, wanted, weights.shares, str(path), facts.command, limits
+                    states, objectives, weights.shares, str(path), facts.command, limits
                 )
                 screen.summary(
                     lines,
@@ -159,7 +171,11 @@ def run_sweep(
                     how == "finished",
                 )
     return SweepResult(
-        path, tuple(states), tuple(best_trials(states, wanted)), conductor.results, weights.shares
+        path,
+        tuple(states),
+        tuple(best_trials(states, objectives)),
+        conductor.results,
+        weights.shares,
     )
 
 
@@ -178,7 +194,7 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
         may_change = each.text.lstrip("+").startswith(MAY_CHANGE) or each.key in unsaved
         if not may_change and each.text not in summary["overrides"]:
             cause = "the sweep has its settings already; leave this one out"
-            raise ConfigError.of(each.key, each.value, cause, typed=each.text)
+            raise ConfigError.of(each.key, each.value, cause, text=each.text)
     every = [
         *summary["overrides"],
         *(text for text in overrides if Override.parse(text).key != "sweep.resume"),
@@ -203,7 +219,7 @@ def checked(job: Job) -> Job:
     return job
 
 
-def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Trial:
+def reopened(trial: Trial, settings: Sweep, objectives: Sequence[Objective]) -> Trial:
     """Return a trial of an earlier part of the sweep, in its state at the start of this one.
 
     A trial that was under way waits, and so does a failed one that may be retried.
@@ -214,7 +230,7 @@ def reopened(trial: Trial, settings: Sweep, wanted: Sequence[Objective]) -> Tria
         and trial.failures <= settings.retries
     )
     state: State = "waiting" if again or trial.state in OPEN else trial.state
-    return replace(trial, state=state, values=values_of(wanted, trial.metrics))
+    return replace(trial, state=state, values=values_of(objectives, trial.metrics))
 
 
 @dataclass(frozen=True)
@@ -224,7 +240,7 @@ class SweepRecord:
     overrides: list[str]
     config_name: str
     space: Space
-    wanted: tuple[Objective, ...]
+    objectives: tuple[Objective, ...]
     sampler: str
     settings: Sweep
     config: SweepConfig
@@ -242,11 +258,11 @@ class SweepRecord:
                 key: self.config.overrides[key].get_value_string() for key in self.space.parts
             },
             "objectives": [
-                {"name": each.name, "direction": each.direction} for each in self.wanted
+                {"name": each.name, "direction": each.direction} for each in self.objectives
             ],
             "sampler": self.sampler,
             "prune": self.settings.prune,
-            "best": [trial.number for trial in best_trials(trials, self.wanted)],
+            "best": [trial.number for trial in best_trials(trials, self.objectives)],
             "importance": importance,
         }
 

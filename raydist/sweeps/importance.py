@@ -44,14 +44,14 @@ class RunningImportance:
     def __init__(
         self,
         parts: Mapping[str, Choice | Interval],
-        wanted: Sequence[Objective],
-        changed: Callable[[], None],
+        objectives: Sequence[Objective],
+        on_change: Callable[[], None],
     ) -> None:
-        """Prepare. `changed` is called in another thread when `shares` has changed."""
+        """Prepare. `on_change` is called in another thread when `shares` has changed."""
         self.shares: dict[str, float] = {}
         self._parts = parts
-        self._wanted = wanted
-        self._changed = changed
+        self._objectives = objectives
+        self._on_change = on_change
         self._due = next_count(0)
         self._thread: threading.Thread | None = None
         self._child: subprocess.Popen[str] | None = None
@@ -60,13 +60,13 @@ class RunningImportance:
         """Begin to compute it if enough trials have finished since the last time."""
         if self._thread is not None and self._thread.is_alive():
             return
-        done = optuna_study.weighable(self._parts, self._wanted, trials)
+        done = optuna_study.weighable(self._parts, self._objectives, trials)
         if len(done) < self._due:
             return
         self._due = next_count(len(done))
         request = {
             "parts": {key: dataclasses.asdict(part) for key, part in self._parts.items()},
-            "wanted": [dataclasses.asdict(each) for each in self._wanted],
+            "objectives": [dataclasses.asdict(each) for each in self._objectives],
             "trials": [trial.to_json() for trial in some(done)],
         }
         self._child = subprocess.Popen(
@@ -85,7 +85,7 @@ class RunningImportance:
     def finish(self, trials: Sequence[Trial]) -> None:
         """Compute it from all trials, in this process."""
         self.close()
-        self.shares = optuna_study.importance(self._parts, self._wanted, trials)
+        self.shares = optuna_study.importance(self._parts, self._objectives, trials)
 
     def close(self) -> None:
         """End a computation in the child process."""
@@ -97,7 +97,7 @@ class RunningImportance:
         answer, _ = child.communicate(request)
         if child.returncode == 0:
             self.shares = json.loads(answer)
-            self._changed()
+            self._on_change()
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     found = optuna_study.importance(
         {key: _part(plain) for key, plain in request["parts"].items()},
-        [Objective(**plain) for plain in request["wanted"]],
+        [Objective(**plain) for plain in request["objectives"]],
         [Trial.from_json(plain) for plain in request["trials"]],
     )
     print(json.dumps(found))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
 from raydist.sweeps.space import Choice, Interval, Space, params
-from raydist.sweeps.trial import Objective, Trial, objectives
+from raydist.sweeps.trial import Objective, Trial, parse_objectives
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -70,7 +70,7 @@ class OptunaSampler:
         self._sweep = sweep
         self._space = space
         self._warn = warn
-        self._wanted = objectives(sweep.objective)
+        self._objectives = parse_objectives(sweep.objective)
         self._distributions = {key: _distribution(part) for key, part in space.parts.items()}
         self._journal = journal
         mend(journal)
@@ -82,7 +82,7 @@ class OptunaSampler:
                 storage=storage,
                 study_name="sweep",
                 load_if_exists=True,
-                directions=[each.direction for each in self._wanted],
+                directions=[each.direction for each in self._objectives],
             )
 
     def propose(self, number: int) -> dict[str, str]:
@@ -123,13 +123,13 @@ class OptunaSampler:
     def _tell(self, trial: Trial, optuna: Any) -> None:
         known, kinds = self._known(trial.number), optuna.trial.TrialState
         state = {"finished": kinds.COMPLETE, "failed": kinds.FAIL}.get(trial.state, kinds.PRUNED)
-        values = [trial.values.get(each.name, float("nan")) for each in self._wanted]
+        values = [trial.values.get(each.name, float("nan")) for each in self._objectives]
         if any(value != value for value in values):
             state = kinds.FAIL if state == kinds.COMPLETE else state
         own = params(self._space.parts, trial.settings) if trial.added else None
         if (known.state == state) if known else own is None:
             return
-        curve = dict(trial.curve) if len(self._wanted) == 1 else {}
+        curve = dict(trial.curve) if len(self._objectives) == 1 else {}
         done = values if state == kinds.COMPLETE else None
         if known is not None and known.state == kinds.RUNNING:
             # Optuna has no public way to report values of a trial that another process began.
@@ -180,15 +180,15 @@ def mend(journal: Path) -> None:
 
 
 def weighable(
-    parts: Mapping[str, Choice | Interval], wanted: Sequence[Objective], trials: Sequence[Trial]
+    parts: Mapping[str, Choice | Interval], objectives: Sequence[Objective], trials: Sequence[Trial]
 ) -> list[Trial]:
     """Return the trials from which importance is computed; empty without Optuna or with few."""
     done = [
         trial
         for trial in trials
         if trial.state == "finished"
-        and wanted
-        and wanted[0].name in trial.values
+        and objectives
+        and objectives[0].name in trial.values
         and params(parts, trial.settings) is not None
     ]
     enough = len(done) >= LEAST and len(parts) >= 2 and find_spec("optuna") is not None
@@ -196,13 +196,13 @@ def weighable(
 
 
 def importance(
-    parts: Mapping[str, Choice | Interval], wanted: Sequence[Objective], trials: Sequence[Trial]
+    parts: Mapping[str, Choice | Interval], objectives: Sequence[Objective], trials: Sequence[Trial]
 ) -> dict[str, float]:
     """Return the share of each setting in the variance of the first objective, as fractions of 1.
 
     Empty without Optuna, or with few trials.
     """
-    if not (done := weighable(parts, wanted, trials)):
+    if not (done := weighable(parts, objectives, trials)):
         return {}
     distributions = {key: _distribution(part) for key, part in parts.items()}
     # A side result must not fail a sweep that has ended well.
@@ -210,9 +210,9 @@ def importance(
         _quiet() as optuna,
         contextlib.suppress(Exception),
     ):
-        study = optuna.create_study(direction=wanted[0].direction)
+        study = optuna.create_study(direction=objectives[0].direction)
         for trial in done:
-            value, own = trial.values[wanted[0].name], params(parts, trial.settings)
+            value, own = trial.values[objectives[0].name], params(parts, trial.settings)
             study.add_trial(
                 optuna.trial.create_trial(params=own, distributions=distributions, value=value)
             )

@@ -48,7 +48,7 @@ class Requests:
     def __init__(self, sweep: Path, warn: Callable[[str], None]) -> None:
         self._folder = sweep / FOLDER
         self._warn = warn
-        self._seen: set[str] = set()
+        self._names: set[str] = set()
 
     def new_trials(self, trials: Iterable[Trial]) -> Iterator[tuple[str, Mapping[str, str]]]:
         """Yield (request, settings) of each trial that was added since the last call.
@@ -56,14 +56,14 @@ class Requests:
         `trials`: those of the sweep; what is among them is left out.
         """
         try:
-            names = sorted(set(os.listdir(self._folder)) - self._seen)
+            names = sorted(set(os.listdir(self._folder)) - self._names)
         except OSError:
             return
         created = Counter(trial.added for trial in trials)
         for file in names:
             if file.startswith(".") or not file.endswith(ENDING):
                 continue
-            self._seen.add(file)
+            self._names.add(file)
             name = file.removesuffix(ENDING)
             yield from ((name, settings) for settings in self._read(file)[created[name] :])
 

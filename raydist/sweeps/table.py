@@ -23,12 +23,12 @@ class SweepScreen:
     """The screen of a sweep: a line for each change of a trial, and in a terminal the table."""
 
     def __init__(
-        self, settings: Watch, wanted: Sequence[Objective], stream: TextIO | None = None
+        self, settings: Watch, objectives: Sequence[Objective], stream: TextIO | None = None
     ) -> None:
         self._quiet = settings.progress == "none"
         self._screen = screen(settings, sys.stdout if stream is None else stream)
-        self._wanted = wanted
-        self._warned: set[str] = set()
+        self._objectives = objectives
+        self._warnings: set[str] = set()
 
     def say(self, text: str, style: str = "") -> None:
         """Write a line, unless the sweep is to be quiet."""
@@ -45,14 +45,14 @@ class SweepScreen:
         match event:
             case kinds.Cluster():
                 self.say(wording.cluster_line(event))
-            case kinds.Warning() if event.text not in self._warned:
-                self._warned.add(event.text)
+            case kinds.Warning() if event.text not in self._warnings:
+                self._warnings.add(event.text)
                 of_trial = "" if trial is None else f" (trial {trial})"
                 self._screen.say(f"warning: {event.text}{of_trial}", "yellow")
 
     def changed(self, trial: Trial, trials: Sequence[Trial]) -> None:
         """Write that a trial has begun, is paused or is over."""
-        mark = " (best)" if trial in best_trials(trials, self._wanted) else ""
+        mark = " (best)" if trial in best_trials(trials, self._objectives) else ""
         values = [f"{name} {number_text(value)}" for name, value in trial.values.items()]
         wall = [f"{trial.wall_s:.1f} s"] if trial.wall_s else []
         own = settings_text({key: brief(value) for key, value in trial.settings.items()})
@@ -64,7 +64,7 @@ class SweepScreen:
     def draw(self, trials: Sequence[Trial], live: Mapping[int, WatchedTrial]) -> None:
         """Redraw the table."""
         if not self._quiet and trials:
-            self._screen.show(list(table_rows(trials, live, self._wanted)), time.monotonic())
+            self._screen.show(list(table_rows(trials, live, self._objectives)), time.monotonic())
 
     def summary(self, facts: Sequence[tuple[str, str]], headline: str, good: bool) -> None:
         """Write how the sweep ended."""
@@ -74,15 +74,15 @@ class SweepScreen:
 
 
 def table_rows(
-    trials: Sequence[Trial], live: Mapping[int, WatchedTrial], wanted: Sequence[Objective]
+    trials: Sequence[Trial], live: Mapping[int, WatchedTrial], objectives: Sequence[Objective]
 ) -> Iterator[list[str]]:
     """Yield the table: headings, the best trials, those under way, then the others, newest first.
 
     The settings come last: a terminal that is too narrow cuts them off, not the objectives.
     """
     keys = all_settings(trials)
-    leaders = best_trials(trials, wanted)
-    yield ["trial", "state", "step", *(each.name for each in wanted), *keys]
+    leaders = best_trials(trials, objectives)
+    yield ["trial", "state", "step", *(each.name for each in objectives), *keys]
     under_way = [trial for trial in trials if trial.number in live]
     others = [
         trial for trial in reversed(trials) if trial not in leaders and trial not in under_way
@@ -96,7 +96,7 @@ def table_rows(
             f"{trial.number}{mark}",
             trial.state + (", added" if trial.added else ""),
             f"{now.step if now else trial.step}" + (f"/{total}" if total else ""),
-            *(number_text(values[each.name]) if each.name in values else "" for each in wanted),
+            *(number_text(values[each.name]) if each.name in values else "" for each in objectives),
             *(brief(trial.settings.get(key, "")) for key in keys),
         ]
 
@@ -121,7 +121,7 @@ def sweep_headline(trials: Sequence[Trial], wall_s: float, how: str) -> str:
 
 def summary_facts(
     trials: Sequence[Trial],
-    wanted: Sequence[Objective],
+    objectives: Sequence[Objective],
     shares: Mapping[str, float],
     folder: str,
     command: Callable[[Trial], str],
@@ -133,13 +133,13 @@ def summary_facts(
     `limits`: those that ended the sweep, as a command that continues it has them.
     """
     facts = []
-    for trial in best_trials(trials, wanted)[:5]:
-        values = [f"{each.name} {number_text(trial.values[each.name])}" for each in wanted]
+    for trial in best_trials(trials, objectives)[:5]:
+        values = [f"{each.name} {number_text(trial.values[each.name])}" for each in objectives]
         facts.append(
             ("best", f"trial {trial.number}: {', '.join(values)}, {settings_text(trial.settings)}")
         )
     if facts:
-        facts.append(("again", command(best_trials(trials, wanted)[0])))
+        facts.append(("again", command(best_trials(trials, objectives)[0])))
     if shares:
         facts.append(
             ("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items()))

@@ -39,7 +39,7 @@ class Objective:
         return math.inf if value is None or math.isnan(value) else self.sign * value
 
 
-def objectives(text: str) -> tuple[Objective, ...]:
+def parse_objectives(text: str) -> tuple[Objective, ...]:
     """Return the objectives of `sweep.objective=min:test_loss,max:accuracy`."""
     parts = [each.strip().partition(":") for each in text.split(",") if each.strip()]
     return tuple(Objective(name, 1 if mode == "min" else -1) for mode, _, name in parts)
@@ -86,7 +86,7 @@ class Trial:
         metrics = {**plain["metrics"], **values}
         return cls(**{**plain, "curve": curve, "values": values, "metrics": metrics})
 
-    def reached(self, step: int, value: float) -> Trial:
+    def at_milestone(self, step: int, value: float) -> Trial:
         """Return the trial at its next milestone."""
         return dataclasses.replace(self, curve=(*self.curve, (step, value)))
 
@@ -97,7 +97,7 @@ class WatchedTrial:
     It runs in the trial's thread.
     """
 
-    def __init__(self, wanted: Sequence[Objective]) -> None:
+    def __init__(self, objectives: Sequence[Objective]) -> None:
         self.step = 0
         self.metrics: dict[str, Any] = {}
         """The last value of each name that rank 0 reported."""
@@ -105,12 +105,12 @@ class WatchedTrial:
         """Whether all ranks have slots, and none is being restarted."""
         self.waiting = False
         """Whether the trial waits for resources."""
-        self._wanted = wanted
+        self._objectives = objectives
 
     @property
     def values(self) -> dict[str, float]:
         """The last value of each objective."""
-        return values_of(self._wanted, self.metrics)
+        return values_of(self._objectives, self.metrics)
 
     def add(self, happened: Event) -> bool:
         """Process an event; return whether it is a report of the first objective at a step."""
@@ -126,7 +126,7 @@ class WatchedTrial:
             case kinds.Report(rank=0):
                 self.step = max(self.step, happened.step or 0)
                 self.metrics.update(happened.values)
-                reported = bool(values_of(self._wanted[:1], happened.values))
+                reported = bool(values_of(self._objectives[:1], happened.values))
                 return reported and happened.step is not None
         return False
 
@@ -136,18 +136,18 @@ def all_settings(trials: Iterable[Trial], keys: Iterable[str] = ()) -> list[str]
     return [*dict.fromkeys([*keys, *(key for trial in trials for key in trial.settings)])]
 
 
-def values_of(wanted: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[str, float]:
+def values_of(objectives: Sequence[Objective], metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the objectives among these metrics that are numbers."""
-    found = {each.name: metrics.get(each.name) for each in wanted}
+    found = {each.name: metrics.get(each.name) for each in objectives}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
-def unreported_objective(trial: Trial, wanted: Sequence[Objective]) -> ConfigError | None:
+def unreported_objective(trial: Trial, objectives: Sequence[Objective]) -> ConfigError | None:
     """Return the error if a trial has finished without reporting an objective.
 
     It names what the job reports.
     """
-    for each in wanted:
+    for each in objectives:
         if each.name not in trial.values:
             known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
             mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
@@ -159,7 +159,7 @@ def unreported_objective(trial: Trial, wanted: Sequence[Objective]) -> ConfigErr
     return None
 
 
-def best_trials(trials: Sequence[Trial], wanted: Sequence[Objective]) -> list[Trial]:
+def best_trials(trials: Sequence[Trial], objectives: Sequence[Objective]) -> list[Trial]:
     """Return the best finished trial.
 
     With several objectives they are those that no other is better than in all (the Pareto
@@ -168,14 +168,14 @@ def best_trials(trials: Sequence[Trial], wanted: Sequence[Objective]) -> list[Tr
     done = [
         trial
         for trial in trials
-        if trial.state == "finished" and all(each.name in trial.values for each in wanted)
+        if trial.state == "finished" and all(each.name in trial.values for each in objectives)
     ]
     costs = {
-        trial.number: [each.cost(trial.values[each.name]) for each in wanted] for trial in done
+        trial.number: [each.cost(trial.values[each.name]) for each in objectives] for trial in done
     }
-    if not wanted or not done:
+    if not objectives or not done:
         return []
-    if len(wanted) == 1:
+    if len(objectives) == 1:
         return [min(done, key=lambda trial: (costs[trial.number], trial.number))]
     return [
         trial

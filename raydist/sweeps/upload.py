@@ -31,7 +31,7 @@ class SweepUpload(AbstractContextManager["SweepUpload"]):
         self._to = sweep_folder(job, folder)
         self._env = job.env
         self._warn = warn
-        self._copied = 0.0
+        self._copied_at = 0.0
         """The time of the summary that was last copied, in seconds since the epoch."""
         self._failed = False
         self._end = threading.Event()
@@ -63,7 +63,7 @@ class SweepUpload(AbstractContextManager["SweepUpload"]):
 
     def _copy_changed(self, ended: bool) -> None:
         changed = (self._folder / SUMMARY).stat().st_mtime
-        if changed == self._copied and not ended:
+        if changed == self._copied_at and not ended:
             return
         run_storage.copy_files(self._folder, self._to, RECORDS, self._env)
-        self._copied = changed
+        self._copied_at = changed

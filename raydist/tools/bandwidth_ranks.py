@@ -41,7 +41,7 @@ class Case:
     def share(self) -> int:
         return self.count // self.ranks
 
-    def given(self, rank: int, count: int | None = None) -> torch.Tensor:
+    def input_of(self, rank: int, count: int | None = None) -> torch.Tensor:
         """Return a rank's input: small whole numbers, so that sums are exact in float32.
 
         Shape (count,).
@@ -62,39 +62,39 @@ def expected(op: str, case: Case) -> torch.Tensor | None:
     every = range(case.ranks)
     match op:
         case "sendrecv":
-            return case.given((case.rank - 1) % case.ranks)
+            return case.input_of((case.rank - 1) % case.ranks)
         case "broadcast":
-            return case.given(0)
+            return case.input_of(0)
         case "all_reduce":
             return sum_of(case)
         case "reduce":
             return sum_of(case) if case.rank == 0 else None
         case "all_gather":
-            return torch.cat([case.given(rank, case.share) for rank in every])
+            return torch.cat([case.input_of(rank, case.share) for rank in every])
         case "gather":
             return (
-                torch.cat([case.given(rank, case.share) for rank in every])
+                torch.cat([case.input_of(rank, case.share) for rank in every])
                 if case.rank == 0
                 else None
             )
         case "scatter":
-            return case.mine(case.given(0))
+            return case.mine(case.input_of(0))
         case "reduce_scatter":
             return case.mine(sum_of(case))
         case "all_to_all":
-            return torch.cat([case.mine(case.given(rank)) for rank in every])
+            return torch.cat([case.mine(case.input_of(rank)) for rank in every])
     return None
 
 
 def sum_of(case: Case) -> torch.Tensor:
     """Return the sum of all ranks' inputs."""
-    first = case.given(0)
+    first = case.input_of(0)
     return first * case.ranks + case.ranks * (case.ranks - 1) / 2
 
 
 def with_torch(op: str, case: Case) -> Call:
     """Return an operation of torch.distributed; its tensors are allocated here."""
-    mine = case.given(case.rank, case.share if op in ("all_gather", "gather") else case.count)
+    mine = case.input_of(case.rank, case.share if op in ("all_gather", "gather") else case.count)
     whole, part = case.empty(case.count), case.empty(case.share)
     root = case.rank == 0
     parts = list(whole.chunk(case.ranks)) if root and case.share else None
@@ -133,7 +133,7 @@ def with_horovod(op: str, case: Case) -> Call:
     """Return an operation of Horovod; NotImplementedError if it lacks the operation."""
     import horovod.torch as hvd
 
-    mine = case.given(case.rank, case.share if op == "all_gather" else case.count)
+    mine = case.input_of(case.rank, case.share if op == "all_gather" else case.count)
     calls: dict[str, Call] = {
         "broadcast": lambda: hvd.broadcast_(mine, root_rank=0, name=op),
         "all_reduce": lambda: hvd.allreduce_(mine, op=hvd.Sum, name=op),

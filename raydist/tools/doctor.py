@@ -90,7 +90,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
         try:
             with checked_group(trial, events) as group:
                 group.open(trial, preload.modules(job.job.target, group.plan.request.backend))
-                report.passed("launch")
+                report.note_check("launch")
                 Rounds(settle_job(trial, group.plan), group, report, timeout, probe).make()
         except (ConfigError, Stopped):
             raise
@@ -128,7 +128,7 @@ def trial_folder(job: Job, report: Report) -> Iterator[Path]:
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=".raydist-doctor-", dir=parent)
             )
-            report.passed("run folder")
+            report.note_check("run folder")
         except OSError as error:
             text = f"can't make a run folder in {parent}: {error.strerror}"
             report.add(
@@ -156,7 +156,7 @@ def storage_probe(job: Job, report: Report) -> Iterator[str]:
     try:
         with object_store.environment(job.env):
             probe.write_text("written by raydist.tools.doctor")
-        report.passed("storage")
+        report.note_check("storage")
     except Exception as error:
         text = f"storage={job.storage} can't be written here ({object_store.reason(error)})"
         fix = "storage=FOLDER or storage=s3://BUCKET/FOLDER, with its credentials in env_file="

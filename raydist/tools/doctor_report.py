@@ -53,7 +53,7 @@ class Report:
     took_s: float = 0.0
     """Total seconds of the calls from every node to every other node."""
 
-    def passed(self, check: str) -> None:
+    def note_check(self, check: str) -> None:
         """Record that a check was run."""
         self.checks.setdefault(check, [])
 
@@ -72,7 +72,7 @@ class Report:
             f"{plan.request.backend}, over {over}"
         )
 
-    def measured(self, trips: Sequence[Sequence[Trip] | None], took_s: float) -> None:
+    def note_trips(self, trips: Sequence[Sequence[Trip] | None], took_s: float) -> None:
         """Record the calls from every node to every other node."""
         self.trips = trips
         self.took_s = took_s
@@ -80,10 +80,12 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """All findings, the worst first, otherwise in the order of the checks."""
-        return fold_findings(finding for check in self.made for finding in self.checks[check])
+        return fold_findings(
+            finding for check in self.checks_made for finding in self.checks[check]
+        )
 
     @property
-    def made(self) -> list[str]:
+    def checks_made(self) -> list[str]:
         """The checks that were run, in the order of CHECKS: causes before their effects."""
         order = [*CHECKS]
         return sorted(
@@ -105,7 +107,7 @@ class Report:
         """The report in one line."""
         failed = [
             check
-            for check in self.made
+            for check in self.checks_made
             if any(finding.level == "fail" for finding in self.checks[check])
         ]
         warned = sum(finding.level == "warn" for finding in self.findings)
@@ -138,7 +140,7 @@ def report_as_data(report: Report) -> dict[str, Any]:
         "nodes": [asdict(host) for host in report.hosts],
         "checks": {
             check: {host.name: report.state(check, host) for host in report.hosts}
-            for check in report.made
+            for check in report.checks_made
         },
         "findings": [asdict(finding) for finding in report.findings],
         "network": network_data(report),
@@ -207,7 +209,7 @@ def header_lines(report: Report, width: int) -> Iterator[str]:
             f"{network['rtt_median_ms']:.2f} ms, {network['rtt_most_ms']:.2f} ms at most "
             f"({longest})"
         )
-    if fine := [check for check in report.made if not report.checks[check]]:
+    if fine := [check for check in report.checks_made if not report.checks[check]]:
         yield from wrapped("fine  ", ", ".join(fine), width)
 
 
@@ -255,7 +257,7 @@ def rows(report: Report) -> list[list[str]]:
 
     Equal nodes share a row, the worst first.
     """
-    shown = [check for check in report.made if report.checks[check]]
+    shown = [check for check in report.checks_made if report.checks[check]]
     if not shown or not report.hosts:
         return []
     hosts_with: dict[tuple[str, ...], list[str]] = {}

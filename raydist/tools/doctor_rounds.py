@@ -113,7 +113,7 @@ class Rounds:
         A job without GPUs does not use RDMA: its passed checks are not listed.
         """
         for check in CHECKS if self._report.gpus else ():
-            self._report.passed(check)
+            self._report.note_check(check)
         for finding in checks_node.findings(self._job, self._group.plan, self._group.facts):
             if finding.check != "hostname":  # _check_machines resolves the name on the node itself
                 self._report.add(finding.check, finding)
@@ -190,7 +190,7 @@ class Rounds:
         began = time.perf_counter()
         requests = [CallPeers(peers, index, secret, self._timeout) for index in range(len(peers))]
         trips = self._ask("call", requests, patience(len(peers), self._timeout))
-        self._report.measured(trips, time.perf_counter() - began)
+        self._report.note_trips(trips, time.perf_counter() - began)
         bad = list(doctor_findings.check_peers(self._hosts, trips))
         for check in ("peers", "mtu"):
             self._report.add(check, *(finding for finding in bad if finding.check == check))

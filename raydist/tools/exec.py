@@ -144,13 +144,13 @@ class Screen:
 
     def __init__(self, named: bool, raw: bool = False) -> None:
         """`named`: whether each line begins with its rank. `raw`: whether the terminal is raw."""
-        self._named, self._raw = named, raw
+        self._with_rank, self._raw = named, raw
         self._rest: dict[tuple[int, int], str] = {}
         """By rank and stream: the beginning of a line."""
 
     def show(self, rank: int, stream: int, text: str) -> None:
         """Show what a command has printed."""
-        if self._named:
+        if self._with_rank:
             *lines, self._rest[rank, stream] = (self._rest.get((rank, stream), "") + text).split(
                 "\n"
             )

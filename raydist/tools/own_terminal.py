@@ -43,7 +43,7 @@ class InputSender(AbstractContextManager["InputSender"]):
     def __init__(self, link: Link, terminal: bool) -> None:
         self._link, self._terminal = link, terminal
         self._wake, self._wakes = socket.socketpair()
-        self._sent = self._taken = 0
+        self._sent_bytes = self._taken_bytes = 0
         self._over = False
         self._ctrl_c = iter([signal.SIGINT])
         self._thread = threading.Thread(target=self._run, name="raydist-input", daemon=True)
@@ -70,7 +70,7 @@ class InputSender(AbstractContextManager["InputSender"]):
 
     def note_taken(self, size: int) -> None:
         """Note that the command has taken so many bytes."""
-        self._taken += size
+        self._taken_bytes += size
         self._ring()
 
     def _ring(self) -> None:
@@ -84,7 +84,7 @@ class InputSender(AbstractContextManager["InputSender"]):
             while not self._over:
                 poll = select.poll()
                 poll.register(self._wake, select.POLLIN)
-                if open_input and self._sent - self._taken < WINDOW:
+                if open_input and self._sent_bytes - self._taken_bytes < WINDOW:
                     poll.register(STDIN, select.POLLIN)
                 ready = [fd for fd, _ in poll.poll()]
                 if self._wake.fileno() in ready:
@@ -117,7 +117,7 @@ class InputSender(AbstractContextManager["InputSender"]):
         if not data and self._terminal:
             os.kill(os.getpid(), signal.SIGHUP)
             return False
-        self._sent += len(data)
+        self._sent_bytes += len(data)
         self._link.send(TypedInput(data.decode("utf-8", "surrogateescape"), last=not data))
         return bool(data)
 

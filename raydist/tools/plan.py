@@ -177,7 +177,7 @@ def view_cluster(job: Job) -> ClusterView:
         return ClusterView([inline.inline_node(job)], [], "this machine, without Ray")
     if address := connect.running_address():
         with connected(job):
-            nodes, drained = connect.alive_nodes(), drain.draining()
+            nodes, drained = connect.alive_nodes(), drain.drain_deadlines()
             types = connect.node_types()
             if types is None:
                 types = [

@@ -31,7 +31,7 @@ class Checkpointer(Protocol):
     All ranks must call each method, in the same order.
     """
 
-    saved: int
+    saved_step: int
     """The step of the last checkpoint."""
 
     def find(self, model: RankModel) -> FoundState | None:
@@ -74,17 +74,17 @@ class WholeCheckpointer:
         self.job = job
         self.comm = comm
         self.snapshots = Snapshotter(job, comm)
-        self.saved = 0
+        self.saved_step = 0
 
     def find(self, model: RankModel) -> FoundState | None:
         kept = self.snapshots.find()
         if kept is not None and kept.step >= checkpoint.resumed_step():
-            self.saved = checkpoint.resumed_step()
+            self.saved_step = checkpoint.resumed_step()
             return kept
         found = agree(checkpoint.latest(), self.comm)
         if found is None:
             return None
-        self.saved = found.step
+        self.saved_step = found.step
         return find_shards(model) if found.sharded else SavedWhole(found.path, found.meta)
 
     def begin(self, step: int) -> None:
@@ -119,7 +119,7 @@ class WholeCheckpointer:
             groups.work_in_turns(
                 self.comm, lambda: checkpoint.save(step, whole, metrics, self.job.checkpoint)
             )
-        self.saved = step
+        self.saved_step = step
 
     def rest(self) -> None:
         groups.wait_for_all(self.comm, self.snapshots.rest)
@@ -131,7 +131,7 @@ class ShardCheckpointer:
     def __init__(self, job: Job, comm: Comm) -> None:
         self.job = job
         self.comm = comm
-        self.saved = 0
+        self.saved_step = 0
         current = context.current()
         self.keeps = current.memory is not None and job.snapshot.every != 0
         self.interval = SnapshotInterval(
@@ -142,12 +142,12 @@ class ShardCheckpointer:
             sharded.copy_s,
             least_steps(job),
         )
-        self._kept = -1
+        self._kept_step = -1
         """The last step whose state was kept."""
 
     def find(self, model: RankModel) -> FoundState | None:
         latest = agree(checkpoint.latest(), self.comm)
-        self.saved = latest.step if latest else 0
+        self.saved_step = latest.step if latest else 0
         return find_shards(model)
 
     def begin(self, step: int) -> None:
@@ -173,17 +173,17 @@ class ShardCheckpointer:
     def _keep(self, state: TrainingState, alongside: bool = False) -> None:
         source = {**state.order.own(), "part": state.order.rank}
         sharded.begin_keep(state.progress.step, self._shards(state, source), alongside)
-        self._kept = state.progress.step
+        self._kept_step = state.progress.step
 
     def hold(self, state: TrainingState) -> bool:
-        if self.keeps and self._kept != state.progress.step:
+        if self.keeps and self._kept_step != state.progress.step:
             self._keep(state)
         return self.keeps and sharded.copied()
 
     def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
         step, source = state.progress.step, state.order.owns()
         sharded.save(step, self._shards(state, source), metrics, self.job.checkpoint)
-        self.saved = step
+        self.saved_step = step
 
     def _shards(self, state: TrainingState, source: State) -> State:
         facts = {

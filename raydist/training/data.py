@@ -181,7 +181,7 @@ class EvalSampler:
     """Limit on the portions."""
 
     @property
-    def counted(self) -> int:
+    def own_portions(self) -> int:
         """Portions of this rank's own samples; the extra portions come after them."""
         own = math.ceil(len(range(self.rank, self.size, self.world_size)) / self.batch_size)
         return own if self.most is None else min(own, self.most)
@@ -191,13 +191,13 @@ class EvalSampler:
         parts = [
             own[first : first + self.batch_size].copy()
             for first in range(0, len(own), self.batch_size)
-        ][: self.counted]
+        ][: self.own_portions]
         return (
             Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))]
         )
 
     def __len__(self) -> int:
-        return replace(self, rank=0).counted if self.together else self.counted
+        return replace(self, rank=0).own_portions if self.together else self.own_portions
 
 
 def eval_sampler(

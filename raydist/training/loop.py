@@ -119,7 +119,7 @@ def fit(
             most = config.train.evaluate_batches
             sampler = data.eval_sampler(test, order, together=comm.sharded, most=most)
             held_out = data.loader(test, sampler, config.data, collate)
-            tests = TestSet(held_out, sampler.counted, measured)
+            tests = TestSet(held_out, sampler.own_portions, measured)
         module = model if model is not None else models.build_model(config.model)
         rate = optim.learning_rate(config.optim, order.global_batch)
 
@@ -190,7 +190,7 @@ class TestSet(NamedTuple):
     """The test samples of one rank, and what is measured on them."""
 
     batches: Iterable[Any]
-    counted: int
+    own_batches: int
     """How many of the batches contain samples of this rank."""
     metrics: Mapping[str, Metric]
 
@@ -212,9 +212,9 @@ class Training:
         self.checkpointer = checkpointer
         self.waits = waits
         self.reporter = MetricReporter(state.stepper.model.device)
-        self.spent = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
+        self.seconds = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
         self.results: dict[str, float] = {}
-        self.evaluated = -1
+        self.evaluated_step = -1
         """The step of the last evaluation."""
         self.skipped = 0
         """Steps of this attempt that changed no weight (`train.nan=skip`)."""
@@ -231,7 +231,7 @@ class Training:
         stepper = self.state.stepper
         self._announce()
         # A checkpoint is saved after the evaluation of its step, a snapshot is kept before it.
-        if self._evaluates_after(progress.step) and self.checkpointer.saved != progress.step:
+        if self._evaluates_after(progress.step) and self.checkpointer.saved_step != progress.step:
             self._evaluate()
         save_now = False
         while progress.more:
@@ -266,13 +266,13 @@ class Training:
                 # The last step of an epoch of a map-style data set is saved after its evaluation.
                 save = due and (order.kind != "map" or order.more)
                 if evaluate or save:
-                    self.spent["step"] += time.perf_counter() - began
+                    self.seconds["step"] += time.perf_counter() - began
                     if evaluate:
                         self._evaluate()
                     if save:
                         self._save()
                     began = time.perf_counter()
-            self.spent["step"] += time.perf_counter() - began
+            self.seconds["step"] += time.perf_counter() - began
             if (progress.more or order.kind == "map") and not order.more:
                 order.next_epoch()
                 train, save_every = self.job.train, self.job.checkpoint.every
@@ -287,8 +287,8 @@ class Training:
         self.checkpointer.rest()
         timed = max(0, progress.step - progress.resumed - 1)  # without the first step
         samples, rank = timed * order.global_batch, context.rank().rank
-        context.current().samples_per_s = samples / self.spent["step"] if samples else 0.0
-        context.emit_event(kinds.Done(rank=rank, spent=self.spent, samples=samples))
+        context.current().samples_per_s = samples / self.seconds["step"] if samples else 0.0
+        context.emit_event(kinds.Done(rank=rank, spent=self.seconds, samples=samples))
         return ({} if progress.loss is None else {"loss": progress.loss.item()}) | self.results
 
     def _announce(self) -> None:
@@ -389,7 +389,7 @@ class Training:
         """
         began = time.perf_counter()
         self.reporter.rest()
-        self.spent["step"] += time.perf_counter() - began
+        self.seconds["step"] += time.perf_counter() - began
 
     def _leave(self) -> None:
         """Keep this step's state and wait to be stopped: the set of ranks is about to change."""
@@ -399,27 +399,27 @@ class Training:
         if not all(int(each.item()) for each in comm.gather(torch.tensor([int(kept)]))):
             self._save()
             self.checkpointer.rest()
-        context.current().stop_request.stopped(self.state.progress.step)
+        context.current().stop_request.leave(self.state.progress.step)
 
     def _evaluate(self) -> None:
         """Evaluate the model on the test samples, unless this step has been evaluated already."""
         step = self.state.progress.step
-        if self.tests is None or self.evaluated == step:
+        if self.tests is None or self.evaluated_step == step:
             return
         with self._spending("evaluate"):
             tests, model = self.tests, self.state.stepper.model
-            self.results = model.evaluate(tests.batches, tests.counted, tests.metrics)
-        self.evaluated = step
+            self.results = model.evaluate(tests.batches, tests.own_batches, tests.metrics)
+        self.evaluated_step = step
         if context.rank().rank == 0:
             context.report(step=step, **self.results)
 
     def _save(self) -> None:
         """Save a checkpoint of the current step, unless it has been saved already."""
         progress = self.state.progress
-        if progress.loss is None or self.checkpointer.saved == progress.step:
+        if progress.loss is None or self.checkpointer.saved_step == progress.step:
             return
         with self._spending("save"):
-            results = self.results if self.evaluated == progress.step else {}
+            results = self.results if self.evaluated_step == progress.step else {}
             self.checkpointer.save(self.state, {"loss": progress.loss.item(), **results})
 
     @contextmanager
@@ -430,7 +430,7 @@ class Training:
         began = time.perf_counter()
         yield
         took = time.perf_counter() - began
-        self.spent[what] += took
+        self.seconds[what] += took
         context.emit_event(kinds.Spent(rank=context.rank().rank, what=what, s=took))
         self.checkpointer.go_on()
 
@@ -440,7 +440,7 @@ class MetricReporter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device_of(device)
-        self.waiting: deque[tuple[Mark, int, dict[str, Any], str | None]] = deque()
+        self.queue: deque[tuple[Mark, int, dict[str, Any], str | None]] = deque()
 
     def step(
         self,
@@ -460,16 +460,16 @@ class MetricReporter:
         for name, value in figures.items():
             on_host[name] = torch.empty((), dtype=value.dtype, pin_memory=value.is_cuda)
             self.device.copy(on_host[name], value)
-        self.waiting.append((self.device.mark(), step, {**on_host, **facts}, samples_hash))
-        while self.waiting and self.waiting[0][0].done():
+        self.queue.append((self.device.mark(), step, {**on_host, **facts}, samples_hash))
+        while self.queue and self.queue[0][0].done():
             self._report_next()
 
     def rest(self) -> None:
         """Report all waiting steps."""
-        while self.waiting:
-            self.waiting[0][0].wait()
+        while self.queue:
+            self.queue[0][0].wait()
             self._report_next()
 
     def _report_next(self) -> None:
-        _, step, values, samples_hash = self.waiting.popleft()
+        _, step, values, samples_hash = self.queue.popleft()
         context.emit_report(step, values, samples_hash=samples_hash)

@@ -111,7 +111,7 @@ class Kept:
 
     def __init__(self, known: Set[int]) -> None:
         """`known`: the storages that do not count."""
-        self.known = known
+        self.known_storages = known
         self.bytes: dict[int, int] = {}
         """The bytes of each storage that is kept between the passes."""
         self.largest_block = 0
@@ -132,7 +132,7 @@ class Kept:
                 self._count(each, self.bytes)
 
     def _count(self, value: torch.Tensor, to: dict[int, int]) -> None:
-        if _storage(value) not in self.known:
+        if _storage(value) not in self.known_storages:
             to[_storage(value)] = value.untyped_storage().nbytes()
             self._alive.append(value)
 

@@ -181,7 +181,7 @@ def optimizer(
         overrides = " ".join(f"optim.args.{name}={value}" for name, value in settings.args.items())
         key, value = ("optim.args", settings.args) if overrides else ("optim.lr", lr)
         raise ConfigError.of(
-            key, value, f"{kind.__name__} refuses it: {error}", typed=overrides
+            key, value, f"{kind.__name__} refuses it: {error}", text=overrides
         ) from error
 
 

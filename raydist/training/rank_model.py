@@ -92,12 +92,12 @@ class RankModel:
         self.settings = optim.arguments(job.optim)
         """The names of the optimizer's settings in a group; what else is in it is state."""
         self.optimizer = comm.wrap_optimizer(optimizer, self.module)
-        self.evaluated = self.pipeline or self.module
+        self.evaluation_model = self.pipeline or self.module
         if job.train.compile and not comm.sharded:
             self.wrapped.compile()
             # DDP's own forward may be a collective, so an evaluation bypasses it.
             if self.wrapped is not self.module:
-                self.evaluated = cast("torch.nn.Module", torch.compile(self.module))
+                self.evaluation_model = cast("torch.nn.Module", torch.compile(self.module))
         half = None if comm.sharded else HALF.get(job.train.precision)
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
 
@@ -115,7 +115,7 @@ class RankModel:
             same_buffers(self.module, self.comm, me.rank)
         copied = (self.copier.copy(batch) for batch in batches)
         with self.cast:
-            return evaluate(self.evaluated, copied, metrics, self.comm, self.device, counted)
+            return evaluate(self.evaluation_model, copied, metrics, self.comm, self.device, counted)
 
 
 class StateWatch:
@@ -128,7 +128,7 @@ class StateWatch:
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
         self._module = module
-        self._trained = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self.changed_by_steps_only = False
         """Not known before the first pass."""
         self._possible = device.type == "cuda"
@@ -139,10 +139,10 @@ class StateWatch:
         if not self._possible:
             yield
             return
-        versions = [each._version for each in self._trained]
+        versions = [each._version for each in self._parameters]
         yield
         # As embeddings with max_norm do. A layer that changes its weights does so in each pass.
-        changed = versions != [each._version for each in self._trained]
+        changed = versions != [each._version for each in self._parameters]
         if not self.changed_by_steps_only:
             self._possible = self._is_trained_only()
         self._possible = self._possible and not changed
@@ -154,7 +154,7 @@ class StateWatch:
         A forward pass changes buffers, as those of batch norm, and maybe parameters without
         gradient, as those of a model that follows another one.
         """
-        trained = {id(each) for each in self._trained}
+        trained = {id(each) for each in self._parameters}
         return all(id(each) in trained for each in self._module.state_dict(keep_vars=True).values())
 
 

@@ -347,7 +347,7 @@ def _ring() -> Ring | None:
         )
     if current.sharded is None:
         current.sharded = Ring(current.memory[0], current.rank)
-        current.leaving.append(current.sharded.rest)
+        current.final_waits.append(current.sharded.rest)
     made: Ring = current.sharded
     return made
 

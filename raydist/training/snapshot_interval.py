@@ -142,7 +142,7 @@ class Timing:
         self.costs: deque[list[Span]] = deque(maxlen=COSTS)
         """For each snapshot, when it was kept, and when the device waited for its copy."""
         self._kept_count = 0
-        self._unfinished: Span | None = None
+        self._unfinished_copy: Span | None = None
         """When a snapshot was kept whose copy is not waited for yet."""
 
     def add_step(self, end: Mark) -> None:
@@ -155,18 +155,18 @@ class Timing:
         if self._kept_count <= FETCHING:
             return
         if copying:
-            self._unfinished = began, end
+            self._unfinished_copy = began, end
         else:
             self.costs.append([(began, end)])
 
     def add_wait(self, began: Mark, end: Mark) -> None:
-        if self._unfinished is not None:
-            self.costs.append([self._unfinished, (began, end)])
-            self._unfinished = None
+        if self._unfinished_copy is not None:
+            self.costs.append([self._unfinished_copy, (began, end)])
+            self._unfinished_copy = None
 
     def forget_costs(self) -> None:
         self.costs.clear()
-        self._unfinished = None
+        self._unfinished_copy = None
 
     def cost_s(self) -> float:
         """Return the median of the seconds that a snapshot cost; 0.0: none was measured."""

@@ -162,7 +162,7 @@ class Snapshotter:
             return slot
         except NoRoom as why:
             # If a slot is locked, two slots may be enough once the checkpoint is on the disk.
-            if self._memory.locked < 0:
+            if self._memory.locked_slot < 0:
                 self._memory.drop()
                 self._memory = None
                 context.warn(f"no more snapshots: {why}; a restart continues from a checkpoint")

@@ -109,8 +109,8 @@ class TrainingState:
         self.stepper = stepper
         self.order = order
         self.progress = progress
-        self._typed = job
-        self._changed: dict[str, list[Number]] = {}
+        self._initial_job = job
+        self._changes: dict[str, list[Number]] = {}
         """By name: the value with which the run began, and the present one."""
 
     def position(self) -> State:
@@ -120,7 +120,7 @@ class TrainingState:
             **self.order.place(),
             "samples": progress.samples,
             "warmed": progress.warmed,
-            "changed": {name: [*values] for name, values in self._changed.items()},
+            "changed": {name: [*values] for name, values in self._changes.items()},
         }
 
     def change(self, values: Values) -> Values:
@@ -128,7 +128,7 @@ class TrainingState:
         before = {name: value_of(self.job, name) for name in values}
         self.job = with_values(self.job, values)
         for name, value in values.items():
-            self._changed[name] = [value_of(self._typed, name), value]
+            self._changes[name] = [value_of(self._initial_job, name), value]
         self.stepper.set_clip(self.job.train)
         if "optim.lr" in values:
             rate = optim.learning_rate(self.job.optim, self.order.global_batch)

@@ -84,7 +84,7 @@ class Trackers(AbstractContextManager["Trackers"]):
             for each in self._all
             if each.name in receivers(notify)
             and FAILED in notify.events
-            and FAILED not in each.ledger.told
+            and FAILED not in each.ledger.sent_kinds
         ]
         if not tellers:
             return None

@@ -85,7 +85,7 @@ class Channel:
         self._sock = sock
         self._page = mmap.mmap(beat_fd, BEAT_PAGE)
         self._queue: deque[Event | bytes] = deque(maxlen=QUEUED)
-        self._pending = b""
+        self._unsent = b""
         """The unsent rest of the last piece."""
         self._stalled = False
         self._send_lock = threading.Lock()
@@ -142,14 +142,14 @@ class Channel:
         with self._send_lock:
             self._sender = threading.get_ident()
             try:
-                while (self._pending or self._queue) and self._send_some():
+                while (self._unsent or self._queue) and self._send_some():
                     pass
             finally:
                 self._sender = 0
 
     def _send_some(self) -> bool:
         """Send a piece of the queued events; return False if the agent reads nothing."""
-        if not self._pending:
+        if not self._unsent:
             some = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
             lines = (
                 each
@@ -157,11 +157,11 @@ class Channel:
                 else json.dumps(each.to_json(), default=str).encode()
                 for each in some
             )
-            self._pending = b"".join(line + b"\n" for line in lines)
+            self._unsent = b"".join(line + b"\n" for line in lines)
         until = time.monotonic() + (0.0 if self._stalled else STALL_S)
-        while self._pending:
+        while self._unsent:
             try:
-                self._pending = self._pending[self._sock.send(self._pending, socket.MSG_DONTWAIT) :]
+                self._unsent = self._unsent[self._sock.send(self._unsent, socket.MSG_DONTWAIT) :]
                 self._stalled = False
             except BlockingIOError:
                 if (left := until - time.monotonic()) <= 0:
@@ -169,7 +169,7 @@ class Channel:
                     return False
                 select.select([], [self._sock], [], left)
             except OSError:  # the agent is gone, and the fork server is about to end this rank
-                self._pending = b""
+                self._unsent = b""
         return True
 
     def reply(self, message: RankReply) -> None:
@@ -193,7 +193,7 @@ class Channel:
                     self._handle(decode(line))
                 if not data:
                     readable = []  # the agent is gone
-            if self._queue or self._pending:
+            if self._queue or self._unsent:
                 self.flush()
 
     def _handle(self, message: Message) -> None:

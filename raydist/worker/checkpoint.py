@@ -144,7 +144,7 @@ def own_memory() -> SnapshotBuffer | None:
         return None
     if current.buffer is None:
         current.buffer = SnapshotBuffer(current.memory[0], device_of(current.rank.device))
-        current.leaving.append(current.buffer.rest)
+        current.final_waits.append(current.buffer.rest)
     return current.buffer
 
 

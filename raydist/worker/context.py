@@ -112,7 +112,7 @@ class StopRequest(StepLimit):
                     return step >= self._common
             self._known.wait()
 
-    def stopped(self, step: int) -> NoReturn:
+    def leave(self, step: int) -> NoReturn:
         """Emit `left` now that the state of this step is kept, and wait to be ended."""
         emit_event(kinds.Left(rank=rank().rank, step=step))
         while True:
@@ -164,7 +164,7 @@ class Context:
     """The snapshot memory of this rank, once it is used."""
     sharded: Any = None
     """Keeps sharded states in memory; set at the first use."""
-    leaving: list[Callable[[], object]] = field(default_factory=list)
+    final_waits: list[Callable[[], object]] = field(default_factory=list)
     """Functions that wait for unfinished work, called when the job has returned, before the rank
     leaves the others."""
 

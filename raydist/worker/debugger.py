@@ -65,8 +65,8 @@ class Debugger:
         """Held by the thread that is in a session."""
         self._after, self._until = 0, 0.0
         """How many collectives to begin before a session, and until when to wait for them."""
-        self._told = False
-        """Whether the driver was told that the rank waits."""
+        self._driver_knows = False
+        """Whether the driver knows that the rank waits."""
         self.post_mortem = False
         """Whether to wait at an exception that ends the program (`watch.post_mortem`)."""
         self._raised = False
@@ -228,7 +228,7 @@ class Debugger:
         with self._wire.hold_beat():
             self._wire.reply(HeldAt(file, line))
             if not self._attached.is_set():
-                self._told = True
+                self._driver_knows = True
                 self._wire.emit(kinds.Held(rank=self._rank, file=file, line=line, function=name))
                 self._attached.wait()
             yield
@@ -250,8 +250,8 @@ class Debugger:
 
     def release(self) -> None:
         """Tell the driver that the rank no longer waits, if it knows that it did."""
-        if self._told:
-            self._told = False
+        if self._driver_knows:
+            self._driver_knows = False
             self._wire.emit(kinds.Released(rank=self._rank))
 
     @property

@@ -73,7 +73,7 @@ class EditorSession:
     def __init__(self, say: Callable[[str], None], hold: Hold, ended: Callable[[], None]) -> None:
         """`say`: sends text to the editor. `hold`: makes the context in which it is on. `ended`: is
         called at its end."""
-        self._say, self._hold, self._ended = say, hold, ended
+        self._say, self._hold, self._on_end = say, hold, ended
         self._early: list[bytes] = []
         """What the editor has sent before debugpy was connected."""
         self._requests, self._replies = DapStream(), DapStream()
@@ -171,7 +171,7 @@ class EditorSession:
         with self._lock:
             first, self._finished = not self._finished, True
         if first:
-            self._ended()
+            self._on_end()
 
     def _pump(self) -> None:
         """Pass on what debugpy sends, until the end."""

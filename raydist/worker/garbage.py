@@ -31,7 +31,7 @@ class PauseMeter:
 
     def __init__(self, note: Callable[[float], None]) -> None:
         self._note = note
-        self._paused = 0.0
+        self._paused_s = 0.0
         self._began = 0.0
         self._marks: deque[tuple[float, float]] = deque(maxlen=NEWEST)
         """(time, seconds of all pauses until then) at each step."""
@@ -42,16 +42,16 @@ class PauseMeter:
         if phase == "start":
             self._began = time.perf_counter()
         else:
-            self._paused += time.perf_counter() - self._began
+            self._paused_s += time.perf_counter() - self._began
 
     def step(self) -> None:
         """Count an optimizer step."""
         now = time.perf_counter()
-        self._marks.append((now, self._paused))
+        self._marks.append((now, self._paused_s))
         self._steps += 1
         if self._steps % NOTE_EVERY == 0:
             then, paused = self._marks[0]
-            self._note((self._paused - paused) / (now - then))
+            self._note((self._paused_s - paused) / (now - then))
 
 
 class CommonCollection:

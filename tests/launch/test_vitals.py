@@ -134,7 +134,7 @@ def test_a_day_of_a_large_run_is_small(
         with path.open("ab") as file:
             while rhythm.due < DAY_S:
                 file.write(b"x" * size)
-                rhythm.said(rhythm.due, size)
+                rhythm.note(rhythm.due, size)
         longest = max(longest, rhythm.every_s)
     assert path.stat().st_size < 20e6
     assert longest == pytest.approx(every_s, rel=0.3)

@@ -406,7 +406,7 @@ def test_the_frames_of_raydist_itself_are_told_from_those_of_a_job(
         def wait_for_the_others() -> None:
             time.sleep(300)
 
-        context.current().leaving.append(wait_for_the_others)
+        context.current().final_waits.append(wait_for_the_others)
 
     async def examine() -> list[RankState]:
         await start(agent, wait_in_the_job)

@@ -27,11 +27,11 @@ MAPS = """\
 BLOCK = """
 import sys
 from raydist.node import huge_pages
-from raydist.node.huge_pages import collapse, scattered
+from raydist.node.huge_pages import collapse, scattered_addresses
 if sys.argv[1:] == ["refused"]:
     huge_pages.MADV_COLLAPSE = 1 << 20  # a kernel that does not know it answers the same
 block = bytearray(range(256)) * (1 << 17)
-for address in scattered():
+for address in scattered_addresses():
     collapse(address)
 assert block == bytearray(range(256)) * (1 << 17)
 print(open("/proc/self/smaps_rollup").read())

@@ -144,7 +144,7 @@ def test_a_key_that_nobody_waits_for_any_more_is_forgotten(monkeypatch: pytest.M
         server.close()
 
     asyncio.run(go())
-    assert store._awaited == {}
+    assert store._waiters == {}
 
 
 def test_each_store_has_its_own_secret() -> None:

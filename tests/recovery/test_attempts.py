@@ -148,7 +148,7 @@ def test_a_good_attempt_is_the_outcome(tmp_path: Path, monkeypatch: pytest.Monke
     it.make(group)
     assert it.decisions == [GiveUp("")]
     assert it.history.outcome is not None
-    assert (it.history.outcome.ends, it.history.outcome.earlier, it.history.made) == (
+    assert (it.history.outcome.ends, it.history.outcome.earlier, it.history.count) == (
         GOOD.ends,
         (),
         1,
@@ -257,7 +257,7 @@ def test_a_node_lost_while_agents_open_elsewhere_is_a_failure_like_another(
         )
     carry_out(it, job, two_nodes(), lost)
     assert it.history.outcome is None
-    assert it.history.made == 2
+    assert it.history.count == 2
     carry_out(it, job, one_node(), FakeHosts(replies={GetValue: lambda *_: RankValue()}))
     outcome = it.history.outcome
     assert outcome is not None
@@ -391,7 +391,7 @@ def test_a_state_that_fork_servers_write_after_their_agents_is_waited_for(
     writer = threading.Timer(0.5, checkpoint_files.write_and_prune, [request])
     if written:
         writer.start()
-    assert it.history.concluded() is it.history.outcome
+    assert it.history.conclude() is it.history.outcome
     events = [(each["kind"], each.get("step"), each.get("text")) for each in it.seen]
     assert events == [("saved", 7, None) if written else ("warning", None, "no agent answers")]
 
@@ -416,7 +416,7 @@ def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
         it.events.add(kinds.Saved(rank=0, step=7))
     it.make(group, job)
     assert group.acts == ["say_network", "flush", "newest_state"]
-    it.history.concluded()
+    it.history.conclude()
     assert [each["text"] for each in it.seen if each["kind"] == "warning"] == (
         [] if held in (-1, 7) else ["no agent answers"]
     )

@@ -313,7 +313,7 @@ def test_a_rank_that_has_ended_is_not_silent_and_its_last_heartbeat_is_forgotten
 ) -> None:
     watched.monitor.note(0, (7, "data", 1.0), 0.0)
     assert watched.monitor.beat(0) == (7, "data", 1.0)
-    watched.monitor.ended(0)
+    watched.monitor.note_end(0)
     assert watched.monitor.beat(0) == (0, "", 0.0)
 
 

@@ -71,7 +71,7 @@ ALL = [
     Running(),
     Finishing(),
     Quiescing(DRAINED, 103.0),
-    Quiescing(joined=GROWTH),
+    Quiescing(growth=GROWTH),
     Quiescing(due=103.0, wanted_by=WANTED),
     Failing(due=100.2),
     SENT,
@@ -111,16 +111,16 @@ ALL = [
         (Failing(DRAINED, 100.0), TimePassed(), stopping(DRAINED), BY_FAILURE),
         (Failing(due=100.2), DRAIN, Failing(due=100.2), None),
         # Nodes join; no deadline.
-        (Running(), NodesJoined(GROWTH), Quiescing(joined=GROWTH), RequestQuiesce()),
+        (Running(), NodesJoined(GROWTH), Quiescing(growth=GROWTH), RequestQuiesce()),
         (
-            Quiescing(joined=GROWTH),
+            Quiescing(growth=GROWTH),
             Quiesced(),
             stopping(AttemptRecord(resize=GROWTH)),
             BY_RESIZE,
         ),
-        (Quiescing(joined=GROWTH), KILLED, Failing(due=NOW), None),
+        (Quiescing(growth=GROWTH), KILLED, Failing(due=NOW), None),
         (
-            Quiescing(joined=GROWTH, due=99.0),  # a rank has raised
+            Quiescing(growth=GROWTH, due=99.0),  # a rank has raised
             TimePassed(),
             stopping(AttemptRecord()),
             BY_FAILURE,
@@ -134,7 +134,7 @@ ALL = [
             RequestQuiesce(),
         ),
         (
-            Quiescing(joined=GROWTH),
+            Quiescing(growth=GROWTH),
             DRAIN,
             Quiescing(DRAINED, NOW + 10.0, GROWTH),
             RequestQuiesce(),
@@ -162,13 +162,13 @@ ALL = [
         (Finishing(), MakeWay(WANTED), Finishing(), None),
         (Failing(due=100.2), MakeWay(WANTED), Failing(due=100.2), None),
         (
-            Quiescing(joined=GROWTH),
+            Quiescing(growth=GROWTH),
             MakeWay(WANTED),
-            Quiescing(due=NOW + MAKE_WAY_S, joined=GROWTH, wanted_by=WANTED),
+            Quiescing(due=NOW + MAKE_WAY_S, growth=GROWTH, wanted_by=WANTED),
             None,
         ),
         (
-            Quiescing(due=103.0, joined=GROWTH, wanted_by=WANTED),
+            Quiescing(due=103.0, growth=GROWTH, wanted_by=WANTED),
             Quiesced(),
             stopping(AttemptRecord(makes_way=WANTED), GRACE_S),
             BY_QUEUE,

@@ -239,7 +239,7 @@ def test_a_step_keeps_its_samples_and_no_pass_takes_more_than_at_first(
     settings = replace(
         job(nodes=1, max_nodes=9), data=Data(batch_size=batch), train=Train(accumulate=accumulate)
     )
-    resized = attempts.sized(settings, first, ranks, 1)
+    resized = attempts.rescale(settings, first, ranks, 1)
     assert resized.data.global_batch == batch * accumulate * first
     if resized.data.global_batch >= ranks:
         passes = resized.train.accumulate * ranks
@@ -248,12 +248,12 @@ def test_a_step_keeps_its_samples_and_no_pass_takes_more_than_at_first(
             passes + ranks > resized.data.global_batch
         )  # of another pass somebody would get nothing
         assert no_more or math.ceil(resized.data.global_batch / passes) <= batch
-    assert attempts.sized(resized, first, first, 1).data == resized.data
+    assert attempts.rescale(resized, first, first, 1).data == resized.data
     assert (
-        attempts.sized(replace(settings, data=Data(resize="scale")), first, ranks, 1).train
+        attempts.rescale(replace(settings, data=Data(resize="scale")), first, ranks, 1).train
         == settings.train
     )
-    assert attempts.sized(job(nodes=2), first, ranks, 1) == job(nodes=2)
+    assert attempts.rescale(job(nodes=2), first, ranks, 1) == job(nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_an_elastic_step_has_the_samples_of_a_fixed_one_under_every_division(div
     samples = range(999)
 
     def portion(job: Job, ranks: int) -> tuple[int, int]:
-        resized = attempts.sized(job, 8, ranks, 4)
+        resized = attempts.rescale(job, 8, ranks, 4)
         parts = mesh_shape(job.parallel, ranks, 4).data
         order = data.order(samples, resized, world_size=parts)
         return order.portion, order.global_batch

@@ -85,7 +85,7 @@ def test_one_rank_is_enough_and_one_that_has_ended_is_not_silent() -> None:
 
 def test_after_a_look_in_vain_the_next_comes_after_twice_the_silence() -> None:
     check = steady(0.1)
-    check.examined(6.0)
+    check.note_examination(6.0)
     assert not check.silent(10.9)
     assert check.silent(11.1)
     check.note(0, (11, "end", 1020.0), 20.0)
@@ -94,10 +94,10 @@ def test_after_a_look_in_vain_the_next_comes_after_twice_the_silence() -> None:
 
 def test_a_look_in_vain_puts_off_the_limit_no_more_than_once() -> None:
     check = steady(0.1, settings=Hang(limit_s=10))
-    check.examined(6.0)  # twice that would be beyond the limit
+    check.note_examination(6.0)  # twice that would be beyond the limit
     assert not check.silent(10.9)
     assert check.silent(11.1)
-    check.examined(
+    check.note_examination(
         11.1
     )  # its ranks have no heartbeat, or it would be over: not at every moment from here on
     assert not check.silent(21.0)

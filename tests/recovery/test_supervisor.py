@@ -200,8 +200,8 @@ def test_a_signal_stops_all_ranks_with_a_grace_period_and_is_no_failure(tmp_path
         trial.end(0, signum=15)
         trial.end(1, code=1)
         assert ways(trial) == ["stopped", "stopped"]
-        assert trial.supervisor.stopped is not None
-        assert trial.supervisor.stopped.signum == signal.SIGTERM
+        assert trial.supervisor.stop_signal is not None
+        assert trial.supervisor.stop_signal.signum == signal.SIGTERM
     assert trial.kinds("stop")[0]["cause"] == "signal"
 
 
@@ -609,12 +609,12 @@ def test_a_driver_that_stood_still_itself_blames_no_agent() -> None:
     assert [silences.look(at) for at in (101.0, 105.0, 109.0)] == [[], [], []]
     assert silences.look(500.0) == []  # a laptop was closed
     assert silences.look(504.0) == []
-    silences.answered(1)
+    silences.note_answer(1)
     assert silences.look(508.0) == []
     assert silences.look(511.0) == [0]
     assert silences.look(512.0) == []
-    silences.answered(0)
-    assert silences.named == set()
+    silences.note_answer(0)
+    assert silences.ranks == set()
 
 
 def test_more_ranks_have_more_time() -> None:

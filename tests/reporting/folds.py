@@ -23,5 +23,5 @@ def fold_figures(events: Iterable[Event], now: float | None = None) -> Figures:
     figures = Figures()
     for event in events:
         figures.add(event)
-    figures.ended = figures.ended if now is None else now
+    figures.ended_at = figures.ended_at if now is None else now
     return figures

@@ -44,7 +44,7 @@ def test_a_bar_that_writes_for_hours_costs_no_more_from_chunk_to_chunk() -> None
     output = Output("all")
     for percent in range(20_000):
         assert list(output.lines(0, f"\r{percent:6} it".encode())) == []
-    assert len(output._unfinished[0]) < 20
+    assert len(output._unfinished_lines[0]) < 20
     assert list(output.lines(0, b" done\r")) == []
     assert list(output.lines(0, b"\nnext")) == ["[0]  19999 it done"]
     assert list(output.lines(0, b"x" * 3000)) == []

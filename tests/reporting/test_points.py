@@ -28,7 +28,7 @@ AFTER_1 = other("begin", rank=0, resumed=1)
 
 def points(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tuple[int, float]]]:
     """Return the points after each event: step and loss."""
-    points = Points(released=before, repeats=repeats)
+    points = Points(newest_released=before, repeats=repeats)
     return [[(each.step, each.values["loss"]) for each in points.add(event)] for event in events]
 
 

@@ -30,14 +30,14 @@ def test_a_fit_tells_everything() -> None:
     progress = after(*lines)
     assert progress.position() == ["epoch 1/5", "step 10/100"]
     assert progress.health() == ["loss 0.1", "64 samples/s"]
-    assert progress.left() == ["1:30 left"]
+    assert progress.time_left() == ["1:30 left"]
 
 
 def test_a_loop_of_ones_own_tells_step_and_loss_so_no_end_is_known() -> None:
     progress = after(*[report(t / 10, step=t, loss=0.5) for t in range(21)])
     assert progress.position() == ["step 20"]
     assert progress.health() == ["loss 0.5", "10 steps/s"]
-    assert progress.left() == []
+    assert progress.time_left() == []
 
 
 def test_a_loop_without_a_loss_shows_what_it_reports() -> None:
@@ -59,12 +59,12 @@ def test_begin_may_tell_the_end_that_reports_do_not() -> None:
     assert progress.read(report(0, step=11, loss=1.0)) == "first"
     progress.read(report(1, step=12, loss=1.0))
     assert progress.position() == ["step 12/30"]
-    assert progress.left() == ["0:18 left"]
+    assert progress.time_left() == ["0:18 left"]
 
 
 def test_at_the_end_no_time_is_left() -> None:
-    assert after(report(1, step=1, steps=2), report(2, step=2, steps=2)).left() == []
-    assert after(report(1, step=1, steps=2), report(2, step=3, steps=2)).left() == []
+    assert after(report(1, step=1, steps=2), report(2, step=2, steps=2)).time_left() == []
+    assert after(report(1, step=1, steps=2), report(2, step=3, steps=2)).time_left() == []
 
 
 def test_the_moments_of_a_run() -> None:

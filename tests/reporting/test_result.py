@@ -84,7 +84,7 @@ def test_the_figures_of_a_run() -> None:
     assert figures.step_s == 5.0
     assert figures.goodput == 0.25
     assert figures.throughput == 130  # as the loop itself counted, not by the reports
-    assert figures.saved == "runs/x/checkpoints/10"
+    assert figures.checkpoint == "runs/x/checkpoints/10"
 
 
 def test_without_a_clock_the_last_event_ends_the_run() -> None:

@@ -165,7 +165,7 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
     if many:
         config = SweepConfig([*overrides, "seed=1,2"])
         job = Space(config).job({"seed": "2"})
-        (Path(config.make_folder()) / "typed.json").write_text(json.dumps(config.typed))
+        (Path(config.make_folder()) / "typed.json").write_text(json.dumps(config.override_texts))
     else:
         jobs: list[Job] = []
         with compose.hydra_set_up():

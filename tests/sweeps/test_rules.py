@@ -24,7 +24,7 @@ from raydist.sweeps.folder import Folder, read_trials
 from raydist.sweeps.requests import write_request
 from raydist.sweeps.rules import Prune, next_trial, verdict
 from raydist.sweeps.table import SweepScreen
-from raydist.sweeps.trial import Objective, State, Trial, best_trials, objectives
+from raydist.sweeps.trial import Objective, State, Trial, best_trials, parse_objectives
 from tests.records import event
 
 CURVES: list[list[float]] = json.loads(Path(__file__).with_name("curves.json").read_text())
@@ -87,7 +87,7 @@ class Unrun(Conductor):
     ended."""
 
     def _run(self, trial: Trial, job: Job) -> None:
-        self._live[trial.number].watched.add(event("plan"))
+        self._live[trial.number].watched_trial.add(event("plan"))
 
 
 class AnySpace:
@@ -132,7 +132,7 @@ def ours(workers: int, path: Path) -> dict[int, int]:
         time, number, rung = now.pop(0)
         live = conductor._live[number]
         loss = CURVES[number][3**rung - 1]
-        live.watched.add(kinds.Report(rank=0, step=3**rung, values={"loss": loss}))
+        live.watched_trial.add(kinds.Report(rank=0, step=3**rung, values={"loss": loss}))
         conductor._reached(Reached(number, 3**rung, loss))
         if rung == 3:
             conductor._over(Over(number, None))
@@ -337,7 +337,7 @@ def test_limits(sweep: Sweep, failed: int, hours: float, expected: list[str]) ->
 
 
 def test_best() -> None:
-    wanted = objectives("min:loss, max:accuracy")
+    wanted = parse_objectives("min:loss, max:accuracy")
     assert [each.direction for each in wanted] == ["minimize", "maximize"]
 
     def done(number: int, loss: float, accuracy: float, state: State = "finished") -> Trial:

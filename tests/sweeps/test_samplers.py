@@ -23,7 +23,7 @@ from raydist.shared.errors import ConfigError
 from raydist.sweeps import flow, importance, optuna_study, samplers
 from raydist.sweeps.folder import Folder
 from raydist.sweeps.space import Space
-from raydist.sweeps.trial import Trial, objectives
+from raydist.sweeps.trial import Trial, parse_objectives
 
 optuna = pytest.importorskip("optuna")
 LOG, WHOLE, CHOICE = (
@@ -61,7 +61,8 @@ def proposals(sampler: samplers.Sampler, first: int, end: int, objective: str) -
         trial = Trial(number, settings, state="finished", values=values(settings))
         sampler.tell(
             replace(
-                trial, values={each.name: trial.values[each.name] for each in objectives(objective)}
+                trial,
+                values={each.name: trial.values[each.name] for each in parse_objectives(objective)},
             )
         )
         result.append(trial)
@@ -157,7 +158,7 @@ def test_a_resumed_trial_is_told_twice_and_the_settings_have_their_importance(
     trials = [first, *proposals(sampler, 1, 24, ONE)]
     assert [sampler.propose(number) for number in range(24)] == [each.settings for each in trials]
     shares = optuna_study.importance(
-        Space(SweepConfig([LOG, WHOLE, CHOICE])).parts, objectives(ONE), trials
+        Space(SweepConfig([LOG, WHOLE, CHOICE])).parts, parse_objectives(ONE), trials
     )
     assert next(iter(shares)) == "model"
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
@@ -210,7 +211,7 @@ def test_optuna_learns_of_added_trials_of_its_space_once(name: str, tmp_path: Pa
     assert [again.propose(number) for number in range(8)] == [each.settings for each in trials]
     space = Space(SweepConfig([LOG, WHOLE]))
     done = replace(added, state="finished", values={"loss": 0.0})
-    counted = optuna_study.weighable(space.parts, objectives(ONE), [*trials, done, wrong])
+    counted = optuna_study.weighable(space.parts, parse_objectives(ONE), [*trials, done, wrong])
     assert counted == [*trials, done]
 
 
@@ -218,7 +219,7 @@ def test_the_importance_of_a_running_sweep_is_computed_now_and_then(tmp_path: Pa
     """In a child process, from few trials on, and not again for each one that finishes."""
     space, changed = Space(SweepConfig([LOG, WHOLE, CHOICE])), threading.Event()
     trials = proposals(samplers.Random(space, 0), 0, 44, ONE)
-    weights = importance.RunningImportance(space.parts, objectives(ONE), changed.set)
+    weights = importance.RunningImportance(space.parts, parse_objectives(ONE), changed.set)
 
     def updated(count: int) -> bool:
         changed.clear()
@@ -231,7 +232,7 @@ def test_the_importance_of_a_running_sweep_is_computed_now_and_then(tmp_path: Pa
     assert [updated(count) for count in (3, 4, 4, 40, 43, 44)] == [
         False, True, False, True, False, True,
     ]  # fmt: skip
-    assert weights.shares == optuna_study.importance(space.parts, objectives(ONE), trials)
+    assert weights.shares == optuna_study.importance(space.parts, parse_objectives(ONE), trials)
     assert len(weights.shares) == 3
     weights.close()
 

@@ -25,9 +25,9 @@ def report(n: int, cut_off: int | None = None, gpus: bool = False) -> Report:
     rows = [
         [SILENT if (i == cut_off) != (j == cut_off) else FINE for j in range(n)] for i in range(n)
     ]
-    result.measured(rows, 1.25)
+    result.note_trips(rows, 1.25)
     for check in CHECKS:
-        result.passed(check)
+        result.note_check(check)
     result.add("peers", *doctor_findings.check_peers(hosts, rows))
     result.add("hostname", *doctor_findings.check_hostnames(hosts, [["127.0.1.1"]] * n))
     return result
@@ -60,7 +60,7 @@ def test_the_figures_of_the_network_are_told(capsys: pytest.CaptureFixture[str])
     doctor_report = report(3)
     slow = [[*row] for row in doctor_report.trips if row]
     slow[2][1] = Trip("fine", "", 0.004)
-    doctor_report.measured(slow, 1.25)
+    doctor_report.note_trips(slow, 1.25)
     text = shown(capsys, doctor_report)
     assert (
         "calls 6 from node to node in 1.2 s; a round trip takes 0.10 ms, 4.00 ms at most (host2 "
@@ -89,8 +89,8 @@ def test_json_has_every_node_and_every_finding(capsys: pytest.CaptureFixture[str
 
 def test_a_healthy_job_has_no_table_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     doctor_report = Report([Host("host0", "10.0.0.1", "eth0")], "2 ranks on 1 node")
-    doctor_report.passed("launch")
-    doctor_report.passed("shm")
+    doctor_report.note_check("launch")
+    doctor_report.note_check("shm")
     text = shown(capsys, doctor_report)
     assert text.splitlines()[-1] == "this job can run: 2 checks, none failed"
     assert "fine  launch, shm" in text

@@ -431,7 +431,7 @@ def test_a_checkpoint_that_takes_long_lets_no_rank_wait_in_one_collective(
 
     def write_slowly(memory: SnapshotBuffer, page: int) -> None:
         """In place of the writer process of the node."""
-        while memory.locked < 0:
+        while memory.locked_slot < 0:
             time.sleep(0.01)
         wait_for_turns()
         os.pwrite(page, blank_page()[:WORD], LOCK)

@@ -57,13 +57,13 @@ DUTY = Duty(
         (Signs(quiet_s=QUIET_S - 1), "listen"),
         (Signs(quiet_s=QUIET_S), "call"),  # waits for a node, is stopped, or is gone
         (Signs(dismissed=True), "end"),
-        (Signs(dismissed=True, left=True, unanswered=LOST), "end"),
+        (Signs(dismissed=True, left=True, unanswered_calls=LOST), "end"),
         (Signs(left=True), "call"),
         (Signs(left=True, answered=True), "end"),  # the driver was killed: told on its machine
-        (Signs(quiet_s=99, unanswered=LOST - 1), "call"),
-        (Signs(quiet_s=99, unanswered=LOST), "ask"),
-        (Signs(left=True, quiet_s=99, unanswered=LOST), "ask"),
-        (Signs(left=True, quiet_s=999, unanswered=MAX_UNANSWERED), "end"),
+        (Signs(quiet_s=99, unanswered_calls=LOST - 1), "call"),
+        (Signs(quiet_s=99, unanswered_calls=LOST), "ask"),
+        (Signs(left=True, quiet_s=99, unanswered_calls=LOST), "ask"),
+        (Signs(left=True, quiet_s=999, unanswered_calls=MAX_UNANSWERED), "end"),
     ],
 )
 def test_what_a_deputy_does_next(signs: Signs, act: Act) -> None:
@@ -132,14 +132,14 @@ def test_a_duty_arrives_as_it_was_sent_and_shows_no_secret() -> None:
 
 
 def test_one_machine_gets_the_right_to_tell_and_a_resumed_run_knows(tmp_path: Path) -> None:
-    Ledger(id="0a1b", told=["slow"]).write(tmp_path, "webhook")
+    Ledger(id="0a1b", sent_kinds=["slow"]).write(tmp_path, "webhook")
     assert claim_message(tmp_path, "webhook", "0a1b") == "mine"
     assert claim_message(tmp_path, "webhook", "0a1b") == "taken"
-    assert Ledger.read(tmp_path, "webhook") == Ledger(id="0a1b", told=["slow", "failed"])
+    assert Ledger.read(tmp_path, "webhook") == Ledger(id="0a1b", sent_kinds=["slow", "failed"])
 
 
 def test_what_the_driver_has_told_itself_is_taken(tmp_path: Path) -> None:
-    Ledger(id="0a1b", told=["failed"]).write(tmp_path, "webhook")
+    Ledger(id="0a1b", sent_kinds=["failed"]).write(tmp_path, "webhook")
     assert claim_message(tmp_path, "webhook", "0a1b") == "taken"
 
 
@@ -166,7 +166,7 @@ def test_a_machine_that_refuses_a_connection_is_there() -> None:
 
 
 def test_the_message_names_the_machine_the_time_and_the_last_step() -> None:
-    sign = LastSign("10.0.0.9", heard=0.0, step=41, passed_s=75.0, teller="n2")
+    sign = LastSign("10.0.0.9", heard_at=0.0, step=41, passed_s=75.0, teller="n2")
     told = machine_lost(About("mine/x", "login-1", "/runs/mine/x"), sign)
     assert (told.event, told.host, told.title) == ("failed", "login-1", "mine/x failed after 1:15")
     assert told.cause == (
@@ -213,7 +213,7 @@ def test_a_deputy_is_no_child_hides_its_duty_and_ends_when_it_is_dismissed() -> 
         assert not any(SECRET.encode() in text for text in shown)
         if sys.platform == "linux":  # not even its user's other processes can read its memory
             wait_until(lambda: Path(f"/proc/{process.pid}/mem").stat().st_uid == 0, "root", 30)
-        started.heard(3)
+        started.note_question(3)
         started.dismiss()
         assert ended(process.pid, 30)
 
@@ -222,7 +222,7 @@ def test_a_deputy_ends_with_the_agents_of_a_driver_whose_machine_is_there() -> N
     """The driver was killed: a process on its machine tells that."""
     duty = replace(HERE, driver=Raylet("here", "127.0.0.1", closed_port()))
     with deputy(duty) as (started, process):
-        started.heard(3)
+        started.note_question(3)
         started._lines.close()  # as the kernel does
         assert ended(process.pid, 30)
 

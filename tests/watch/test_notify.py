@@ -249,7 +249,7 @@ def test_the_process_tells_each_kind_once(
 ) -> None:
     """A driver that is killed closes the input without a last word."""
     (tmp_path / "events.jsonl").write_text("".join(map(line, (*BEGIN, *events))))
-    Ledger(told=before).write(tmp_path, "webhook")
+    Ledger(sent_kinds=before).write(tmp_path, "webhook")
     with webhook(200) as (url, heard):
         task = Task(
             name="webhook", folder=str(tmp_path), project="mine", settings={}, repeats=False, program=False, begin=0,
@@ -260,6 +260,6 @@ def test_the_process_tells_each_kind_once(
     assert process.returncode == 0
     assert [each["event"] for each in heard] == told
     assert out.count("warning") == warned
-    assert Ledger.read(tmp_path, "webhook").told == before + told
+    assert Ledger.read(tmp_path, "webhook").sent_kinds == before + told
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if "SECRET" in path.read_text()] == []

@@ -335,7 +335,7 @@ def test_an_event_that_the_page_cannot_read_hides_no_other_and_is_read_once(tmp_
         assert asyncio.run(run.catch_up()) == 1.0
     assert run.read == (run.folder / "events.jsonl").stat().st_size
     assert list(run.model.curves["loss"].steps)[-2:] == [8, 10]
-    assert run.model.reported == 12
+    assert run.model.report_count == 12
     warnings = run.model.sections()["warnings"]["warnings"]
     assert all("the page cannot show an event `report`" in text for text in warnings)
     assert len(warnings) == 2

@@ -76,7 +76,7 @@ class Turn:
     def check(self) -> None:
         """Raise TurnPassed if a placement group that has no room yet must be given back."""
 
-    def placed(self, nodes: Sequence[Node]) -> None:
+    def note_placement(self, nodes: Sequence[Node]) -> None:
         """Note that the run has room. `nodes`: that of each bundle."""
 
     def wanted_by(self) -> str:
@@ -148,7 +148,7 @@ class QueuedTurn(Turn):
             self._change(state=WAITING)
             raise TurnPassed
 
-    def placed(self, nodes: Sequence[Node]) -> None:
+    def note_placement(self, nodes: Sequence[Node]) -> None:
         held = dict(Counter(node.id for node in nodes))
         # A request that came as the run left another placement.
         with contextlib.suppress(Exception):  # the GCS does not answer: it makes way in vain

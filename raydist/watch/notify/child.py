@@ -54,7 +54,7 @@ class Notifier:
                 self._life.over.wait(LOOK_S)
         if ended:
             return
-        if self._life.released():  # the disk is full
+        if self._life.end_was_announced():  # the disk is full
             self._warn("no message about the end of the run: events.jsonl lacks it")
         else:
             self._tell(self._messages.died(time.time()))
@@ -73,11 +73,11 @@ class Notifier:
     def _tell(self, message: RunMessage) -> None:
         """Deliver a message, unless the person does not want it or has one of its kind."""
         # another machine has told it if it missed this one (deputy.py)
-        told = {*self._ledger.told, *Ledger.read(self._folder, self._task.name).told}
+        told = {*self._ledger.sent_kinds, *Ledger.read(self._folder, self._task.name).sent_kinds}
         if message.event not in self._events or message.event in told:
             return
         # First, so that nothing is told twice if this process is killed in between.
-        self._ledger.told.append(message.event)
+        self._ledger.sent_kinds.append(message.event)
         self._ledger.write(self._folder, self._task.name)
         try:
             why = self._deliver(message, time.monotonic() + DELIVER_S)

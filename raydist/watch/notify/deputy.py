@@ -117,7 +117,7 @@ class Deputy:
             left=self._lines.left,
             answered=self._answered,
             quiet_s=time.monotonic() - self._heard,
-            unanswered=self._unanswered,
+            unanswered_calls=self._unanswered,
         )
 
     def _listen(self, until: float) -> None:
@@ -175,7 +175,7 @@ class Deputy:
         duty = self._duty
         sign = LastSign(
             address=duty.driver.ip,
-            heard=self._heard_at,
+            heard_at=self._heard_at,
             step=self._step,
             passed_s=duty.elapsed_s + time.monotonic() - self._born,
             teller=duty.nodes[duty.own].host,
@@ -215,7 +215,7 @@ def claim_message(folder: Path, name: str, ledger_id: str) -> Claim:
     ledger = Ledger.read(folder, name)
     if ledger.id != ledger_id:
         return ""
-    if "failed" in ledger.told:
+    if "failed" in ledger.sent_kinds:
         return "taken"
     path = folder / Ledger.FOLDER / f"{name}-{ledger_id}.lost"
     try:
@@ -224,7 +224,7 @@ def claim_message(folder: Path, name: str, ledger_id: str) -> Claim:
         return "taken"
     except OSError:  # read-only, or full
         return ""
-    ledger.told.append("failed")
+    ledger.sent_kinds.append("failed")
     ledger.write(folder, name)
     return "mine"
 

@@ -137,7 +137,7 @@ class Messages:
 
     def died(self, now: float) -> RunMessage:
         """Return the message about the driver's death. `now`: in seconds since the epoch."""
-        self._figures.ended = now
+        self._figures.ended_at = now
         todo = "find out what ended it: dmesg, the batch system, a closed session"
         return self._message("failed", now, DIED, f"{todo}; {self._resume()}")
 
@@ -175,7 +175,7 @@ class LastSign:
 
     address: str
     """Of the driver's machine."""
-    heard: float
+    heard_at: float
     """When the driver was heard for the last time, in seconds since the epoch."""
     step: int
     """The newest step then; 0 if none is known."""
@@ -187,7 +187,7 @@ class LastSign:
 
 def machine_lost(about: About, sign: LastSign) -> RunMessage:
     """Return the message that the driver's machine does not answer."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(sign.heard))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(sign.heard_at))
     step = f"the last known step is {sign.step}" if sign.step else "no step was reported before"
     return RunMessage(
         event="failed",
@@ -200,7 +200,7 @@ def machine_lost(about: About, sign: LastSign) -> RunMessage:
         host=about.host,
         dir=about.dir,
         page="",
-        t=sign.heard,
+        t=sign.heard_at,
         duration_s=round(sign.passed_s, 3),
         goodput=None,
     )

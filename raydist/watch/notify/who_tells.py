@@ -44,7 +44,7 @@ class Signs:
     """Whether the driver's machine has answered the last call since then."""
     quiet_s: float = 0.0
     """Seconds since the driver was heard, or its machine answered."""
-    unanswered: int = 0
+    unanswered_calls: int = 0
     """Calls in a row without an answer."""
 
 
@@ -53,11 +53,15 @@ def next_act(signs: Signs) -> Act:
 
     It ends without a word if the machine of a driver that has died is there: a process there tells.
     """
-    if signs.dismissed or (signs.left and signs.answered) or signs.unanswered >= MAX_UNANSWERED:
+    if (
+        signs.dismissed
+        or (signs.left and signs.answered)
+        or signs.unanswered_calls >= MAX_UNANSWERED
+    ):
         return "end"
-    if signs.unanswered >= LOST:
+    if signs.unanswered_calls >= LOST:
         return "ask"
-    if signs.left or signs.unanswered or signs.quiet_s >= QUIET_S:
+    if signs.left or signs.unanswered_calls or signs.quiet_s >= QUIET_S:
         return "call"
     return "listen"
 

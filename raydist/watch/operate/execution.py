@@ -73,10 +73,10 @@ class Execution:
         self._group, self._connection = group, connection
         self._pids: dict[int, int] = {}
         """By rank: the processes that have not ended."""
-        self._reading: dict[Future[CommandOutput], int] = {}
-        self._typed: deque[TypedInput] = deque()
+        self._reads: dict[Future[CommandOutput], int] = {}
+        self._input: deque[TypedInput] = deque()
         """What no agent has got yet. The other end limits it: it waits for InputTaken."""
-        self._writing: tuple[Future[None], int] | None = None
+        self._write: tuple[Future[None], int] | None = None
         """The call with input, and its bytes."""
         self.codes: dict[int, int] = {}
 
@@ -99,15 +99,15 @@ class Execution:
                     while self._take_message():
                         pass
                     self._pass_input(bell)
-                    for reply in [each for each in self._reading if each.done()]:
-                        self._take_output(self._reading.pop(reply), reply, bell)
+                    for reply in [each for each in self._reads if each.done()]:
+                        self._take_output(self._reads.pop(reply), reply, bell)
         finally:
             for rank, pid in self._pids.items():
                 self._group.call(rank, LeaveCommand(pid))
 
     def _read(self, rank: int, bell: Bell) -> None:
         call = self._group.call(rank, ReadCommand(self._pids[rank], PATIENCE_S))
-        self._reading[call] = rank
+        self._reads[call] = rank
         call.add_done_callback(bell.ring)
 
     def _take_message(self) -> bool:
@@ -119,7 +119,7 @@ class Execution:
         if message is None:
             raise ConnectionResetError
         if isinstance(message, TypedInput):
-            self._typed.append(message)
+            self._input.append(message)
         else:
             self._pass_on(message)
         return True
@@ -134,18 +134,18 @@ class Execution:
 
     def _pass_input(self, bell: Bell) -> None:
         """Give the command the next input once it has room for it."""
-        if self._writing is not None:
-            call, size = self._writing
+        if self._write is not None:
+            call, size = self._write
             if not call.done():
                 return
-            self._writing = None
+            self._write = None
             self._connection.send(InputTaken(size))
-        if self._typed and self._pids:
-            typed = self._typed.popleft()
+        if self._input and self._pids:
+            typed = self._input.popleft()
             data = typed.text.encode("utf-8", "surrogateescape")
             ((rank, pid),) = self._pids.items()
             call = self._group.call(rank, WriteCommand(pid, data, typed.last))
-            self._writing = (call, len(data))
+            self._write = (call, len(data))
             call.add_done_callback(bell.ring)
 
     def _take_output(self, rank: int, call: Future[CommandOutput], bell: Bell) -> None:

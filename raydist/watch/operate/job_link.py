@@ -52,16 +52,16 @@ class JobLink(AbstractContextManager["JobLink"]):
         self._info = info
         self._address = address
         self._name = f"raydist-{secrets.token_hex(8)}"
-        self._sent = 0
+        self._sent_count = 0
         self._loop = asyncio.new_event_loop()
         self._lines = self._printed()
 
     def send(self, message: Message) -> None:
         """Send a message. OSError: the dashboard does not answer."""
-        if not self._sent:
+        if not self._sent_count:
             self._submit()
-        package = f"{self._name}-{self._sent}.zip"
-        self._sent += 1
+        package = f"{self._name}-{self._sent_count}.zip"
+        self._sent_count += 1
         ray_private.send_package(self._client, package, encode(message))
 
     def _submit(self) -> None:
@@ -136,7 +136,7 @@ class JobLink(AbstractContextManager["JobLink"]):
         """End the small job, and delete it."""
         self._loop.run_until_complete(self._end_reading())
         self._loop.close()
-        if not self._sent:
+        if not self._sent_count:
             return
         with contextlib.suppress(RuntimeError):  # of Ray: there is no such job any more
             self._client.stop_job(self._name)

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -86,14 +86,15 @@ class Ledger:
     """
     newest_step: int = -1
     """The newest step that the tracker has."""
-    told: list[str] = field(default_factory=list)
+    sent_kinds: list[str] = field(default_factory=list)
     """The kinds of messages that were sent."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Ledger:
         """Return the ledger in a run folder; an empty one if there is none."""
-        with suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads((folder / cls.FOLDER / f"{name}.json").read_text()))
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            plain = json.loads((folder / cls.FOLDER / f"{name}.json").read_text())
+            return cls(plain["id"], plain["newest_step"], plain.get("told", []))
         return cls()
 
     def write(self, folder: Path, name: str) -> None:
@@ -101,7 +102,8 @@ class Ledger:
         path = folder / self.FOLDER / f"{name}.json"
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".new").write_text(json.dumps(asdict(self)))
+            plain = {"id": self.id, "newest_step": self.newest_step, "told": self.sent_kinds}
+            path.with_suffix(".new").write_text(json.dumps(plain))
             os.replace(path.with_suffix(".new"), path)
 
 

@@ -60,7 +60,7 @@ class Life(threading.Thread):
         """Remember the driver. `end_s`: the longest time of this process after the run's end."""
         super().__init__(daemon=True)
         self.over = threading.Event()
-        self.called = 0.0
+        self.called_at = 0.0
         """When the pending call began, on the monotonic clock; 0 if there is none."""
         self._name = name
         self._say = say
@@ -70,7 +70,7 @@ class Life(threading.Thread):
     def run(self) -> None:
         warned = False
         while os.getppid() == self._driver and not select.select([0], [], [], LOOK_S)[0]:
-            if self.called and time.monotonic() - self.called > HANG_S and not warned:
+            if self.called_at and time.monotonic() - self.called_at > HANG_S and not warned:
                 warned = True
                 self._say(
                     warning=f"{self._name} has not answered for {HANG_S:g} s; the run continues "
@@ -80,7 +80,7 @@ class Life(threading.Thread):
         time.sleep(self._end_s + LOOK_S)  # the driver, if it is alive, ends this process earlier
         os.killpg(0, signal.SIGKILL)
 
-    def released(self) -> bool:
+    def end_was_announced(self) -> bool:
         """Report, once the run is over, whether the driver announced it: a dead one did not.
 
         Its process id as our parent is no proof: it remains for a moment after the driver's death.
@@ -92,22 +92,22 @@ class Rows:
     """The rows that wait to be written; the oldest are dropped above KEPT_ROWS."""
 
     def __init__(self, points: Points) -> None:
-        self.waiting: list[Measured] = []
+        self.queue: list[Measured] = []
         self._points = points
 
     def add(self, happened: Event) -> None:
         """Add the rows that follow from an event."""
         self._extend(self._points.add(happened))
         if isinstance(happened, kinds.Nodes):
-            self.waiting.append(Measured(happened.t, None, node_numbers(happened.nodes)))
-        del self.waiting[:-KEPT_ROWS]
+            self.queue.append(Measured(happened.t, None, node_numbers(happened.nodes)))
+        del self.queue[:-KEPT_ROWS]
 
     def finish(self) -> None:
         """Add the rows that were held back until the end."""
         self._extend(self._points.rest())
 
     def _extend(self, points: list[Any]) -> None:
-        self.waiting += [
+        self.queue += [
             Measured(point.t, point.step, point.values) for point in points if point.values
         ]
 
@@ -120,7 +120,7 @@ class Follower:
         self._say = say
         self._life = life
         self._ledger = Ledger.read(self._folder, task.name)
-        self._rows = Rows(Points(released=self._ledger.newest_step, repeats=task.repeats))
+        self._rows = Rows(Points(newest_released=self._ledger.newest_step, repeats=task.repeats))
         self._progress = Progress()
         self._tracker: Tracker | None = None
         self._last_page = 0
@@ -171,7 +171,7 @@ class Follower:
 
     def _try(self, act: Callable[[], None]) -> None:
         """Call this function; an exception becomes one warning, and the call is repeated later."""
-        self._life.called = time.monotonic()
+        self._life.called_at = time.monotonic()
         try:
             act()
         except Exception as error:
@@ -179,7 +179,7 @@ class Follower:
             self._again = time.monotonic() + AGAIN_S
             self._warn(error, "the run continues without it")
         finally:
-            self._life.called = 0.0
+            self._life.called_at = 0.0
 
     def _warn(self, error: Exception, what: str) -> None:
         """Report once which exception was raised, and its consequence."""
@@ -197,16 +197,16 @@ class Follower:
             return
         if self._task.name == "kubeflow":  # it shows the newest state, final or not
             self._tracker.write(())
-        while some := self._rows.waiting[:ROWS]:
+        while some := self._rows.queue[:ROWS]:
             # This is recorded first: if this process is killed in between, a step is missing
             # instead of existing twice.
             self._ledger.newest_step = max(
                 [self._ledger.newest_step, *(row.step for row in some if row.step is not None)]
             )
             self._ledger.write(self._folder, self._task.name)
-            self._life.called = time.monotonic()
+            self._life.called_at = time.monotonic()
             self._tracker.write(some)
-            del self._rows.waiting[: len(some)]
+            del self._rows.queue[: len(some)]
         pages = {
             int(page.stem.partition("-")[2]): page for page in self._folder.glob("blame-*.txt")
         }
@@ -223,7 +223,7 @@ class Follower:
         """
         if self._task.program:
             return self._task.name == "mlflow" or any(
-                row.step is not None for row in self._rows.waiting
+                row.step is not None for row in self._rows.queue
             )
         return self._placed
 

@@ -74,7 +74,7 @@ def status(progress: Progress, most: int) -> Mapping[str, object]:
         found["progressPercentage"] = max(0, min(most, int(100 * step / steps)))
         if rate > 0:
             found["estimatedRemainingSeconds"] = max(0, round((steps - step) / rate))
-    values = numbers({**progress.values, **progress.evaluated})
+    values = numbers({**progress.values, **progress.last_evaluation})
     if values:
         found["metrics"] = [
             {"name": name, "value": f"{value:.6g}"}

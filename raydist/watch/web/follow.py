@@ -88,7 +88,7 @@ class Silence:
     """
 
     _read: int = 0
-    _looked: float | None = None
+    _looked_at: float | None = None
     _came: float | None = None
     """When the newest event arrived; None if nobody looked then."""
 
@@ -96,9 +96,11 @@ class Silence:
         """Record how many bytes of events were read."""
         now = time.monotonic()
         if read != self._read:
-            self._came = now if self._looked is not None and now - self._looked < LOOKED_S else None
+            self._came = (
+                now if self._looked_at is not None and now - self._looked_at < LOOKED_S else None
+            )
         self._read = read
-        self._looked = now
+        self._looked_at = now
 
     def seconds(self, last: float) -> float:
         """Return the seconds without anything new. `last`: the time of the newest event."""
@@ -155,7 +157,7 @@ class FollowedRun:
 
     def silent_s(self) -> float:
         """Return the seconds without a new event."""
-        return self.silence.seconds(self.model.figures.ended)
+        return self.silence.seconds(self.model.figures.ended_at)
 
     def _fold(self, path: Path) -> int:
         """Fold the next whole lines; return their number of bytes."""

@@ -40,7 +40,7 @@ class Following:
     task: asyncio.Task[None]
     begun: asyncio.Event
     """Set once bytes of the file are here, or will not arrive for now."""
-    wanted: float
+    requested_at: float
     """When the file was last requested, in the seconds of time.monotonic."""
 
 
@@ -53,7 +53,7 @@ class Mirror:
     grows: bool
     """Whether files grow. If not, each is read once and completely."""
     _following: dict[str, Following] = field(default_factory=dict)
-    _reading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _readers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The files that are being read completely, by name."""
     _absent: dict[str, float] = field(default_factory=dict)
     """When files were missing, by name, in the seconds of time.monotonic."""
@@ -76,14 +76,14 @@ class Mirror:
             return
         if time.monotonic() - self._absent.get(name, -AGAIN_S) < AGAIN_S:
             return
-        if name not in self._reading:
-            task = self._reading[name] = asyncio.create_task(self._read_whole(name))
+        if name not in self._readers:
+            task = self._readers[name] = asyncio.create_task(self._read_whole(name))
             task.add_done_callback(lambda done: self._read_ended(name, done))
         # Whoever gives up leaves the task to those who still wait.
-        await asyncio.shield(self._reading[name])
+        await asyncio.shield(self._readers[name])
 
     def _read_ended(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._reading[name]
+        del self._readers[name]
         if not task.cancelled():
             task.exception()  # asyncio complains about an exception that nobody has retrieved
 
@@ -106,7 +106,7 @@ class Mirror:
             begun = asyncio.Event()
             following = Following(asyncio.create_task(self._follow(name, begun)), begun, 0.0)
             self._following[name] = following
-        following.wanted = time.monotonic()
+        following.requested_at = time.monotonic()
         self._leave_unwanted()
         if not (self.folder / name).exists():
             with contextlib.suppress(asyncio.TimeoutError):
@@ -117,7 +117,7 @@ class Mirror:
         """Close the streams of files that nobody reads any more."""
         oldest = time.monotonic() - IDLE_S
         for name, following in [*self._following.items()]:
-            if following.wanted < oldest:
+            if following.requested_at < oldest:
                 following.task.cancel()
                 del self._following[name]
 

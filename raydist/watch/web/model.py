@@ -95,14 +95,14 @@ class Model:
     result: kinds.Result | None = None
     waits: str = ""
     """What the run waits for, or does outside of steps."""
-    checked: str = ""
+    resume_check: str = ""
     """What came of the comparison after the last restart or resume (`train.check_resume`)."""
     attempt: int = 1
-    reported: int = 0
+    report_count: int = 0
     """Number of reports of rank 0."""
     longest_s: float = 0.0
     """The longest time between two events."""
-    _rated: float = 0.0
+    _rated_at: float = 0.0
 
     def add(self, event: Event) -> None:
         """Process one event."""
@@ -115,7 +115,7 @@ class Model:
         if isinstance(event, kinds.Report) and event.rank:
             self.steps[event.rank] = event.step or 0  # most events of a large run: the step counts
             return
-        self.longest_s = max(self.longest_s, event.t - (self.figures.ended or event.t))
+        self.longest_s = max(self.longest_s, event.t - (self.figures.ended_at or event.t))
         self.figures.add(event)
         self._update_waits(event)
         match event:
@@ -132,7 +132,7 @@ class Model:
                 self._on_pace(event)
             case kinds.Checked():
                 # if a step differs, a warning says it
-                self.checked = event.text if event.differs is None else ""
+                self.resume_check = event.text if event.differs is None else ""
             case kinds.Work():
                 for rank, (own, whole) in event.ranks.items():
                     self._note(int(rank), own_s=own, step_s=whole)
@@ -201,7 +201,7 @@ class Model:
 
     def warn(self, text: str) -> None:
         """Show a warning of the page itself."""
-        self.figures.warned.setdefault(text, Counter())[None] += 1
+        self.figures.warnings.setdefault(text, Counter())[None] += 1
 
     def _row(self, rank: int) -> RankShown:
         if rank not in self.ranks:
@@ -233,14 +233,14 @@ class Model:
 
     def _on_report(self, event: kinds.Report) -> None:
         step, t = event.step, event.t
-        self.reported += 1
+        self.report_count += 1
         self.progress.read(event)
-        at = self.reported if step is None else step
+        at = self.report_count if step is None else step
         self.steps[0] = at
         add_report(self.curves, event, at)
         rate, _ = self.progress.rates()
-        if rate > 0 and t - self._rated >= RATE_S:
-            self._rated = t
+        if rate > 0 and t - self._rated_at >= RATE_S:
+            self._rated_at = t
             self.curves.setdefault(RATE, Curve()).add(at, t, rate)
 
     def _on_pace(self, event: kinds.Pace) -> None:
@@ -284,7 +284,7 @@ class Model:
                 "launch": {name: round(s, 3) for name, s in self.figures.launch.items()},
                 "spent": self._spent(),
             },
-            "warnings": {"warnings": list(self.figures.warned)[-WARNINGS:]},
+            "warnings": {"warnings": list(self.figures.warnings)[-WARNINGS:]},
         }
 
     def _shown_ranks(self) -> list[int]:
@@ -303,7 +303,7 @@ class Model:
         """Return the seconds of each part of the run so far."""
         figures = self.figures
         spent = self.result.spent if self.result else {}
-        spent = spent or figures.spent.parts(figures.wall_s, figures.ended)
+        spent = spent or figures.spent.parts(figures.wall_s, figures.ended_at)
         return {name: round(s, 2) for name, s in spent.items() if s >= 0.005}
 
     def _state(self) -> Section:
@@ -322,13 +322,13 @@ class Model:
             "position": progress.position(),
             "health": progress.health(),
             "evaluation": progress.evaluation(),
-            "left": [] if result else progress.left(),
+            "left": [] if result else progress.time_left(),
             "waits": self.waits,
-            "checked": self.checked,
+            "checked": self.resume_check,
             "world_size": figures.world_size,
             "goodput": round(result.goodput if result else figures.goodput, 4),
             "wall_s": round(figures.wall_s, 1),
-            "checkpoint": figures.saved,
+            "checkpoint": figures.checkpoint,
             "failure": result.failure if result else "",
             "slow": figures.slow.get("text", ""),
             "network": figures.network,

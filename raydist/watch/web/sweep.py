@@ -82,9 +82,9 @@ class FollowedSweep:
     """By the trial's folder."""
     _read: tuple[float, int] = (0.0, 0)
     _summary: Mapping[str, Any] = field(default_factory=dict)
-    _fetched: float = -math.inf
+    _fetched_at: float = -math.inf
     """When sweep.json was last requested, in the seconds of time.monotonic."""
-    _ended: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    _ended_states: dict[str, tuple[object, ...]] = field(default_factory=dict)
     """By the trial's folder, what distinguishes its state from the same state later.
 
     Only of trials that are not under way.
@@ -104,7 +104,7 @@ class FollowedSweep:
             trials = self._summary["trials"]
             under_way = [each["dir"] for each in trials if each["state"] == "running"]
             self._skipped = set() if self.fetch is is_here else {*under_way[FOLLOWED:]}
-            self._ended = {
+            self._ended_states = {
                 each["dir"]: (each["state"], each["step"], each["wall_s"])
                 for each in trials
                 if each["state"] != "running"
@@ -113,8 +113,8 @@ class FollowedSweep:
 
     async def section(self) -> Section:
         """Return everything except the curves, the best trial first."""
-        if time.monotonic() - self._fetched > FETCH_S:
-            self._fetched = time.monotonic()
+        if time.monotonic() - self._fetched_at > FETCH_S:
+            self._fetched_at = time.monotonic()
             with contextlib.suppress(OSError):
                 await asyncio.gather(*(self.fetch(name, whole=True) for name in (SUMMARY, NOTE)))
         summary = self.summary
@@ -181,7 +181,7 @@ class FollowedSweep:
 
         OSError: as for Mirror.fetch.
         """
-        path, ended = f"{trial}/{name}", self._ended.get(trial)
+        path, ended = f"{trial}/{name}", self._ended_states.get(trial)
         if ended is None:
             await self.fetch(path, whole)
             return
@@ -218,7 +218,7 @@ class SweepViewer:
     sweep: FollowedSweep
     name: str = ""
     """Empty until the trials have reported something."""
-    _sent: dict[int, tuple[Curve, int, int]] = field(default_factory=dict)
+    _sent_curves: dict[int, tuple[Curve, int, int]] = field(default_factory=dict)
     """By trial: the curve, how often points of it were replaced, and its number of points."""
     _head: Section = field(default_factory=dict)
 
@@ -257,8 +257,8 @@ class SweepViewer:
 
     def _is_new(self, number: int, curve: Curve) -> bool:
         """Report whether the curve of a trial differs from what the page has."""
-        before, now = self._sent.get(number), (curve, curve.cuts, len(curve.steps))
-        self._sent[number] = now
+        before, now = self._sent_curves.get(number), (curve, curve.cuts, len(curve.steps))
+        self._sent_curves[number] = now
         return before is None or before[0] is not curve or before[1:] != now[1:]
 
 

@@ -146,7 +146,7 @@ def join(name: str, job: Job, env: Mapping[str, str]) -> Iterator[Comm]:
         current.checkpoint = job.checkpoint
         try:
             yield comm
-            for wait in current.leaving:
+            for wait in current.final_waits:
                 wait()
         finally:
             current.comm = None
