@@ -50,9 +50,14 @@ class Plan:
         return len(self.slots)
 
     @cached_property
+    def leads(self) -> tuple[Slot, ...]:
+        """The first slot of each node, in order of node_rank."""
+        return tuple(slot for slot in self.slots if slot.local_rank == 0)
+
+    @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes in order of node_rank."""
-        return tuple(slot.node for slot in self.slots if slot.local_rank == 0)
+        return tuple(slot.node for slot in self.leads)
 
     def as_event(self) -> dict[str, Any]:
         """Return the fields of the event `plan`.
@@ -279,7 +284,7 @@ def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) ->
     first take the ranks of lost nodes, then ranks after the last.
     """
     per_node = plan.request.ranks_per_bundle
-    before = [(slot.bundle, slot.node.id) for slot in plan.slots if slot.local_rank == 0]
+    before = [(slot.bundle, slot.node.id) for slot in plan.leads]
     stay = {bundle for bundle, id in before if bundle in ready and ready[bundle].id == id}
     new = sorted(ready.keys() - stay, key=lambda bundle: (ready[bundle].order, bundle))
     replaced = [bundle if bundle in stay else new.pop(0) if new else None for bundle, _ in before]

@@ -5,6 +5,7 @@ rendezvous, started ranks.
 
     actors.py             The actors of a worker group: one per rank, in its bundle, and one per
                           standby node
+    calls.py              One request to the agent of each rank, all at once
     changes.py            Settings that a person has changed in a run, which each later attempt
                           repeats
     deputies.py           Has the nodes of a run tell, in the driver's place, if the driver's
@@ -25,6 +26,8 @@ rendezvous, started ranks.
     mpi.py                backend=mpi: runs mpirun on rank 0's node, and its daemons on all nodes
     network_check.py      Before the ranks start, nodes call each other with short and with long
                           packets
+    network_use.py        Which network a run used, from the counters of its nodes and the output of
+                          NCCL
     opened_nodes.py       The nodes of a worker group: their fork servers, and what their first
                           agents replied
     payload.py            Pickled functions for the ranks, and the values and exceptions that they
@@ -33,6 +36,7 @@ rendezvous, started ranks.
                           replacement
     preload.py            The modules that a fork server imports before it forks: torch and the
                           job's imports
+    rendezvous.py         Opens the rendezvous of an attempt: a store on rank 0's node, or a file
     run_storage.py        A run's storage: reserved before the launch, read for checkpoints, given
                           the records
     runtime_env.py        Ray's runtime_env of a job: the folder and the packages that its nodes get
@@ -42,6 +46,8 @@ rendezvous, started ranks.
                           rank starts
     standby.py            Standby nodes: without ranks but with warm fork servers, as spares or to
                           grow a job
+    start_requests.py     The requests that start the ranks of an attempt: what all have in common,
+                          then each
     vitals.py             Reports every few seconds how fast ranks and how busy nodes are: `pace`,
                           `nodes`
     warm_server.py        The fork server of the driver's machine: warms up while Ray connects, and

@@ -69,12 +69,12 @@ class Actors:
         """By actor: the mailbox of its requests."""
         self.plan = plan
         self.set_plan(plan)
-        self.start(slot.rank for slot in plan.slots if slot.local_rank == 0)
+        self.start(slot.rank for slot in plan.leads)
 
     def set_plan(self, plan: Plan) -> None:
         """Assign the ranks as this plan does."""
         self.plan = plan
-        leads = {slot.node_rank: (slot.bundle, 0) for slot in plan.slots if slot.local_rank == 0}
+        leads = {slot.node_rank: (slot.bundle, 0) for slot in plan.leads}
         self._host_actor = [leads[slot.node_rank] for slot in plan.slots]
 
     def start(self, ranks: Iterable[int] | None = None) -> None:

@@ -47,7 +47,7 @@ class Gang:
         nodes = {slot.node.id for slot in self.actors.plan.slots}
         if not nodes <= {node.id for node in drain.not_draining(alive_nodes())}:
             return False
-        leads = [slot.rank for slot in self.actors.plan.slots if slot.local_rank == 0]
+        leads = [slot.rank for slot in self.actors.plan.leads]
         replies = [self.actors.call(rank, IsOpen()) for rank in leads]
         return not wait(replies, longest(ANSWER_S, len(replies))).not_done and all(
             reply.exception() is None for reply in replies

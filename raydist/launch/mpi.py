@@ -87,9 +87,7 @@ class MpirunBridge:
         self._inbox: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         """The handlers of replies; each returns True once mpirun has ended. None ends the thread.
         """
-        self._leads = {
-            network_mpi.host(s.node_rank): s.rank for s in group.plan.slots if s.local_rank == 0
-        }
+        self._leads = {network_mpi.host(slot.node_rank): slot.rank for slot in group.plan.leads}
         self._first_error = ""
         self._output = ""
         self._ended = threading.Event()

@@ -30,7 +30,7 @@ def check_network(group: WorkerGroup, warn: Callable[[str], None]) -> None:
 
     LaunchError: a pair does not connect, or loses long packets. `raydist doctor` tests all pairs.
     """
-    leads = [slot for slot in group.plan.slots if slot.local_rank == 0]
+    leads = group.plan.leads
     if len(leads) < 2:
         return
     ranks = [lead.rank for lead in leads]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from functools import partial
 
+from raydist.cluster.placement import Plan
 from raydist.launch import flush
 from raydist.launch.flush import Description, Emit, FlushNode
+from raydist.messages.request import Transport
 from raydist.shared import kinds
 from raydist.shared.errors import last_line
 from raydist.state.shard_choice import WholeShards
@@ -23,13 +25,16 @@ class ShardSaver:
         self._thread: threading.Thread | None = None
         """The thread of the newest checkpoint."""
 
-    def start(
-        self, nodes: Sequence[FlushNode], shards: WholeShards, description: Description
-    ) -> None:
-        """Have this checkpoint written.
+    def start(self, plan: Plan, call: Transport, request: kinds.SaveShards) -> None:
+        """Have the checkpoint written that rank 0 requested; the ranks train meanwhile.
 
         The previous one is on the disk, or belongs to an attempt that has ended.
         """
+        nodes = [FlushNode(lead.node.host, partial(call, lead.rank)) for lead in plan.leads]
+        shards = WholeShards(request.step, plan.world_size, ranks_of_nodes(plan))
+        description = Description(
+            request.keep, request.best, request.folder, request.metrics, request.reported
+        )
 
         def write() -> None:
             def wanted() -> bool:
@@ -50,3 +55,13 @@ class ShardSaver:
         """Wait until the newest checkpoint is on the disk, or given up."""
         if self._thread is not None:
             self._thread.join(within_s)
+
+
+def ranks_of_nodes(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of each node, by the place of the node in the plan."""
+    places = {lead.node_rank: place for place, lead in enumerate(plan.leads)}
+    ranks: dict[int, tuple[int, ...]] = {}
+    for slot in plan.slots:
+        place = places[slot.node_rank]
+        ranks[place] = (*ranks.get(place, ()), slot.rank)
+    return ranks

@@ -60,7 +60,7 @@ class Vitals(AbstractContextManager["Vitals"]):
         self._events = events
         self._pace = pace
         self._call = call
-        self._leads = {slot.rank: slot.node.host for slot in plan.slots if slot.local_rank == 0}
+        self._leads = {slot.rank: slot.node.host for slot in plan.leads}
         self._calls: dict[int, Future[NodeLoad]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()

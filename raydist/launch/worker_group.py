@@ -1,14 +1,20 @@
 """The worker group: opens, starts, queries and stops the agents of all ranks. (driver)
 
-It sends them typed requests.
+A call to an agent goes this way:
+
+    WorkerGroup.call      of a rank; call_each: of all ranks at once
+    Hosts.call            which machines there are: placement_group.RayHosts, inline.LocalHosts
+    Actors.call           the actor that hosts the rank's agent
+    Mailbox.send          waits for other requests to the same node; Mail's thread sends them
+    AgentHost.exchange    on the node, in one Ray call: node/actor.py
+    RankAgent.handle      matches on the class of the request: node/agent.py
+
+The answer returns in the same Ray call, or in the next one, and resolves the future.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -16,12 +22,20 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-from raydist.cluster.placement import Plan, Slot
-from raydist.launch import flush, preload, runtime_env, shared_paths
-from raydist.launch.flush import Description, FlushNode
+from raydist.cluster.placement import Plan
+from raydist.launch import (
+    calls,
+    flush,
+    network_use,
+    preload,
+    rendezvous,
+    runtime_env,
+    shared_paths,
+    start_requests,
+)
+from raydist.launch.flush import FlushNode
 from raydist.launch.hosts import Hosts
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
 from raydist.launch.opened_nodes import OpenedNodes
@@ -37,20 +51,19 @@ from raydist.messages.agent import (
     Opened,
     RankValue,
     RecordedEnd,
-    StartRank,
     StopRank,
     WaitForWriter,
     WarmServer,
 )
 from raydist.messages.request import AnyReply, Request
-from raydist.messages.server import OpenStore, StoreAddress, StoreKind
-from raydist.network import binding, checks_node, traffic
+from raydist.messages.server import StoreKind
+from raydist.network import checks_node
 from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
-from raydist.settings.config import Job, as_dict
-from raydist.shared import arguments, kinds
+from raydist.settings.config import Job
+from raydist.shared import kinds
 from raydist.shared.errors import (
     CallLost,
     ConfigError,
@@ -60,17 +73,17 @@ from raydist.shared.errors import (
     last_line,
 )
 from raydist.shared.events import Events
-from raydist.shared.own_path import machine_id
-from raydist.state.shard_choice import WholeShards
 
 Reply = TypeVar("Reply")
 T = TypeVar("T")
 
 
 class WorkerGroup(AbstractContextManager["WorkerGroup"]):
-    """The agents of a run.
+    """The agents of a run: which there are, and what each attempt needs of them.
 
-    One round opens them, one starts the ranks; recovery.supervisor then monitors them.
+    `open` is the first round of requests, `start` the second; recovery.supervisor then monitors the
+    ranks. Between two attempts `prepare_attempt` replaces the agents of lost nodes. `hosts` knows
+    the machines, `nodes` what each of them replied.
     """
 
     def __init__(self, plan: Plan, hosts: Hosts, events: Events) -> None:
@@ -106,7 +119,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         (launch.warm_server). `attempt`: the number of attempts that other groups made.
         """
         began = time.time()
-        file = self._rendezvous_file(job, attempt)
+        file = rendezvous.rendezvous_file(job, attempt)
         request = Open(
             run=uuid.uuid4().hex[:8],
             start=job.start,
@@ -128,19 +141,16 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         # Not in a later attempt: the run continues with the paths that its nodes see.
         files = shared_paths.files(job, str(file.parent) if file else "")
         unreachable = self._find_unreachable(files)
-        opened = self._open(range(self.plan.world_size), None if file else self._store)
+        store = None if file else rendezvous.store_kind(job)
+        opened = self._open(range(self.plan.world_size), store)
         self._check_paths(files, [each.result(ANSWER_S * 2) for each in unreachable])
         # Nodes measure by their own clocks, which may be wrong.
         born = min(now := time.time(), max(began, *(each.born for each in opened)))
         self._events.add(kinds.Phase(name="actors", s=born - began))
         self._events.add(kinds.Phase(name="warm-up", s=now - born))
         self._note_facts()
-        self._set_rendezvous(opened[0].store, file, attempt)
-
-    def _set_rendezvous(self, store: StoreAddress | None, file: Path | None, attempt: int) -> None:
-        port, secret = (store.port, store.secret) if store else (None, "")
-        self.rendezvous = Rendezvous(
-            self.facts[0].address, port, str(file) if file else None, secret, attempt
+        self.rendezvous = rendezvous.rendezvous_at(
+            self.facts[0].address, opened[0].store, file, attempt
         )
 
     def prepare_attempt(
@@ -214,11 +224,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             if keep and not replaced:
                 self.rendezvous = replace(self.rendezvous, attempt=attempt)
                 return True
-            file, store = self._rendezvous_file(job, attempt), None
-            if file is None:
-                request = OpenStore(self._store, self.facts[0].address)
-                store = self.call(0, request).result(ANSWER_S)
-            self._set_rendezvous(store, file, attempt)
+            address = self.facts[0].address
+            self.rendezvous = rendezvous.open_rendezvous(self.call, job, address, attempt)
         except (ConfigError, Stopped):
             raise
         # Raised by Ray for a call to an actor that is gone, or by the agent.
@@ -275,13 +282,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         An agent that is gone has an empty RankValue.
         """
         ranks = range(self.plan.world_size)
-        calls = {
+        replies = {
             rank: self.call(rank, GetValue()) for rank in ranks if rank not in self._known_values
         }
-        wait(calls.values(), timeout=longest(ANSWER_S, len(calls)))
+        wait(replies.values(), timeout=longest(ANSWER_S, len(replies)))
         answers = {
             rank: each.result()
-            for rank, each in calls.items()
+            for rank, each in replies.items()
             if each.done() and each.exception() is None
         }
         return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
@@ -327,16 +334,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         The ranks train meanwhile.
         """
-        of_node = {lead.node_rank: number for number, lead in enumerate(self._leads)}
-        ranks: dict[int, tuple[int, ...]] = {}
-        for slot in self.plan.slots:
-            number = of_node[slot.node_rank]
-            ranks[number] = (*ranks.get(number, ()), slot.rank)
-        described = Description(
-            request.keep, request.best, request.folder, request.metrics, request.reported
-        )
-        nodes = [FlushNode(lead.node.host, partial(self.call, lead.rank)) for lead in self._leads]
-        self._saver.start(nodes, WholeShards(request.step, self.plan.world_size, ranks), described)
+        self._saver.start(self.plan, self.call, request)
 
     def finish_saves(self) -> None:
         """Wait for a sharded checkpoint being written, unless a node with a part of it is gone."""
@@ -345,7 +343,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     @property
     def _flush_nodes(self) -> list[FlushNode]:
-        leads = [slot for slot in self._leads if slot.rank not in self._silent]
+        leads = [slot for slot in self.plan.leads if slot.rank not in self._silent]
         return [
             FlushNode(slot.node.host, partial(self.call, slot.rank), slot.local_world_size)
             for slot in leads
@@ -400,36 +398,18 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._events.warn(warning)
 
     @property
-    def _leads(self) -> list[Slot]:
-        """The first slot of each node."""
-        return [slot for slot in self.plan.slots if slot.local_rank == 0]
-
-    @property
     def _hosts(self) -> list[str]:
-        return [slot.node.host for slot in self._leads]
+        return [slot.node.host for slot in self.plan.leads]
 
     def _find_unreachable(self, files: Mapping[str, str]) -> list[Future[dict[str, str]]]:
         """Ask each node which of these files it can't see; return the futures of the replies."""
         request = FindUnreachablePaths(dict(files), self._job.env)
-        return [self.call(slot.rank, request) for slot in self._leads]
+        return [self.call(slot.rank, request) for slot in self.plan.leads]
 
     def require_visible(self, setting: str, file: str, why: str) -> None:
         """Raise ConfigError if some nodes can't see the file that a setting names."""
         unreachable = [each.result(ANSWER_S * 2) for each in self._find_unreachable({"file": file})]
         shared_paths.require_visible(setting, self._hosts, unreachable, why)
-
-    @property
-    def _store(self) -> StoreKind:
-        return "horovod" if self._job.backend.name == "horovod" else "tcp"
-
-    @staticmethod
-    def _rendezvous_file(job: Job, attempt: int = 0) -> Path | None:
-        """Return the file of init_method=file, new for each attempt; None for other methods."""
-        if job.init_method != "file":
-            return None
-        file = Path(job.dir).absolute() / ("rendezvous" + (f"-{attempt}" if attempt else ""))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return file
 
     def start(self, job: Job, variables: Sequence[Iterable[EnvVar]], call: bytes | None) -> None:
         """Round 2: send every rank its variables, and fork it.
@@ -439,35 +419,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         checks_node.check_nodes(job, self.plan, self.facts, self._events.warn)
         self._send_call(call)
         self._known_values.clear()
-        copied = runtime_env.root(job)
-        program = arguments.seen_from(copied or os.getcwd(), job.script)
-        common = StartRank(
-            rank=0,
-            env={},
-            job=json.dumps(as_dict(job)),
-            argv=(program or job.job.target,),
-            script=program,
-            cwd=""
-            if copied
-            # An agent that gets no folder uses its actor's, which is the copy.
-            else os.getcwd(),
-            sys_path=tuple(
-                path for path in sys.path if not copied or os.path.abspath(path) != copied
-            ),
-            nccl_aloud=job.fabric.debug,
-            nccl_strict=job.fabric.strict,
-            call=call is not None,
-            driver=machine_id(),
-            keep=bool(self.rendezvous.pids),
+        common = start_requests.common_request(job, call is not None, bool(self.rendezvous.pids))
+        requests = start_requests.rank_requests(
+            common, job, self.plan, self.facts, variables, self.nodes
         )
-        requests, cpus = [], binding.bind_all(job, self.plan, self.facts)
-        for rank, rank_variables in enumerate(variables):
-            env = {var.name: var.value for var in rank_variables}
-            args = arguments.fill(job.args, env, job.init_method, self.plan.request.backend)
-            argv, after = (*common.argv, *args), self.nodes.left_on(self.plan.slots[rank])
-            requests.append(
-                replace(common, rank=rank, env=env, argv=argv, cpus=cpus[rank], after=after)
-            )
         processes = self.call_each(requests)
         self.nodes.note_started(self.plan.slots, processes)
         before, pids = self.rendezvous.pids, tuple(each.pid for each in processes)
@@ -486,7 +441,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             return
         if self._kept_call is None:
             self._kept_call = self.hosts.put(call)
-        ranks = [slot.rank for slot in self._leads]
+        ranks = [slot.rank for slot in self.plan.leads]
         self.call_each([KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
 
     def report_network(self) -> None:
@@ -500,21 +455,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             replies = self.call_each([GetNetworkUse()] * self.plan.world_size, NETWORK_S)
         except LaunchError:
             return
-        nodes = [
-            traffic.NodeTraffic(
-                slot.node.host,
-                self.facts[slot.rank].interface,
-                self.nodes.ports(slot),
-                replies[slot.rank].ports or {},
-            )
-            for slot in self._leads
-        ]
-        index = {slot.node_rank: number for number, slot in enumerate(self._leads)}
-        node_of_rank = [index[slot.node_rank] for slot in self.plan.slots]
-        logs = [reply.nccl for reply in replies]
-        strict = self._job.fabric.strict
-        event, warnings = traffic.traffic_event(
-            self.plan.request.backend, nodes, node_of_rank, logs, strict
+        event, warnings = network_use.network_event(
+            self.plan, self.facts, self.nodes, replies, self._job.fabric.strict
         )
         for text in warnings:
             self._events.warn(text)
@@ -535,33 +477,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         limit_s: float = ANSWER_S,
         ranks: Sequence[int] | None = None,
     ) -> list[Reply]:
-        """Send one request to the agent of each rank, and return the replies in order.
+        """Send one request to the agent of each rank, as calls.call_each does.
 
-        `ranks`: None for all. All requests are sent at once. Raises LaunchError, with the first
-        rank whose agent failed or did not reply within `limit_s` seconds; its `lost` are the ranks
-        whose calls failed. Hundreds of ranks get a little more time.
+        `ranks`: None for all.
         """
         slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
-        futures = [
-            self.call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)
-        ]
-        within = longest(limit_s, len(futures))
-        wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
-        for slot, future in zip(slots, futures, strict=True):
-            if future.done() and (error := future.exception()) is not None:
-                text = f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}"
-                if isinstance(error, ConfigError):
-                    raise ConfigError(text) from error
-                raise LaunchError(text, lost=ranks_without_answer(slots, futures)) from error
-        silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
-        if silent:
-            raise LaunchError(
-                f"{len(silent)} of {len(futures)} agents did not answer "
-                f"{type(requests[0]).__name__} within "
-                f"{within:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} "
-                f"({silent[0].node.ip})"
-            )
-        return [future.result() for future in futures]
+        return calls.call_each(self.call, slots, requests, limit_s)
 
     def __exit__(self, *_: object) -> None:
         standby = self.hosts.standby.close() if self.hosts.standby else []
@@ -572,12 +493,3 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         """Set the facts of each rank's node, with the rank's own GPUs."""
         gpus = self.hosts.gpus() or (None,) * self.plan.world_size
         self.facts = self.nodes.facts(self.plan.slots, gpus)
-
-
-def ranks_without_answer(slots: Sequence[Slot], futures: Sequence[Future[Any]]) -> tuple[int, ...]:
-    """Return the ranks whose calls have failed, without an answer of the agent."""
-    return tuple(
-        slot.rank
-        for slot, future in zip(slots, futures, strict=True)
-        if future.done() and isinstance(future.exception(), CallLost)
-    )

@@ -37,11 +37,7 @@ class Binding:
 
 def bind_all(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Cpus | None]:
     """Return the CPUs of every rank, by rank; None: not bound. `facts`: as for plan_variables."""
-    of_node = {
-        slot.node_rank: bind_node(job, plan, facts, slot)
-        for slot in plan.slots
-        if slot.local_rank == 0
-    }
+    of_node = {slot.node_rank: bind_node(job, plan, facts, slot) for slot in plan.leads}
     chosen = [(of_node[slot.node_rank].cpus, slot.local_rank) for slot in plan.slots]
     return [cpus[local_rank] if cpus else None for cpus, local_rank in chosen]
 

@@ -53,7 +53,7 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
 
     `facts`: those of each rank's node, in order of rank.
     """
-    nodes = [facts[slot.rank] for slot in plan.slots if slot.local_rank == 0]
+    nodes = [facts[slot.rank] for slot in plan.leads]
     found = [finding for node in nodes for check in EACH for finding in check(job, node)]
     # UCX uses RDMA without GPUs too.
     strict_mpi = job.fabric.strict and plan.request.backend == "mpi"

@@ -58,11 +58,7 @@ def plan_variables(
     if plan.request.backend == "horovod":
         network_horovod.check_process_sets(job.backend.horovod.process_sets, plan.world_size)
     shared = tuple(rendezvous_variables(job, rendezvous))
-    of_node = {
-        slot.node_rank: tuple(node_variables(job, plan, facts, slot))
-        for slot in plan.slots
-        if slot.local_rank == 0
-    }
+    of_node = {slot.node_rank: tuple(node_variables(job, plan, facts, slot)) for slot in plan.leads}
     ranks = []
     for slot in plan.slots:
         gpus = gpu_variables(plan, facts, slot)

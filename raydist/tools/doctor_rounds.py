@@ -53,7 +53,7 @@ class Rounds:
         self._group = group
         self._report = report
         self._timeout = timeout
-        self._leads = [slot for slot in group.plan.slots if slot.local_rank == 0]
+        self._leads = group.plan.leads
         self._facts = [group.facts[lead.rank] for lead in self._leads]
         names = [lead.node.host for lead in self._leads]
         self._hosts = [

@@ -88,11 +88,7 @@ def show_plan(job: Job, as_json: bool) -> None:
     nodes = [node for node in view.nodes if node.id not in avoided]
     plan = placement.assign_ranks(request, place_request(request, nodes, view.types))
     job = policy.settle_job(job, plan)
-    leads = {
-        slot.node_rank: expected_facts(job, plan, slot)
-        for slot in plan.slots
-        if slot.local_rank == 0
-    }
+    leads = {slot.node_rank: expected_facts(job, plan, slot) for slot in plan.leads}
     facts = [leads[slot.node_rank] for slot in plan.slots]
     rendezvous = expected_rendezvous(job, facts[0])
     variables = [

@@ -1,0 +1,52 @@
+"""One request to the agent of each rank, all at once. (driver)"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from raydist.cluster.placement import Slot
+from raydist.launch.limits import longest
+from raydist.messages.request import Request, Transport
+from raydist.shared.errors import CallLost, ConfigError, LaunchError, last_line
+
+Reply = TypeVar("Reply")
+
+
+def call_each(
+    call: Transport, slots: Sequence[Slot], requests: Sequence[Request[Reply]], limit_s: float
+) -> list[Reply]:
+    """Send one request to the agent of each slot, and return the replies in order.
+
+    All requests are sent at once. Raises LaunchError, with the first rank whose agent failed or did
+    not reply within `limit_s` seconds; its `lost` are the ranks whose calls failed. Hundreds of
+    ranks get a little more time.
+    """
+    futures = [call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)]
+    within = longest(limit_s, len(futures))
+    wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
+    for slot, future in zip(slots, futures, strict=True):
+        if future.done() and (error := future.exception()) is not None:
+            text = f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}"
+            if isinstance(error, ConfigError):
+                raise ConfigError(text) from error
+            raise LaunchError(text, lost=ranks_without_answer(slots, futures)) from error
+    silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
+    if silent:
+        raise LaunchError(
+            f"{len(silent)} of {len(futures)} agents did not answer "
+            f"{type(requests[0]).__name__} within "
+            f"{within:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} "
+            f"({silent[0].node.ip})"
+        )
+    return [future.result() for future in futures]
+
+
+def ranks_without_answer(slots: Sequence[Slot], futures: Sequence[Future[Any]]) -> tuple[int, ...]:
+    """Return the ranks whose calls have failed, without an answer of the agent."""
+    return tuple(
+        slot.rank
+        for slot, future in zip(slots, futures, strict=True)
+        if future.done() and isinstance(future.exception(), CallLost)
+    )
