@@ -4,11 +4,11 @@ Data classes, and their encoding as bytes. Both ends of a wire import its types 
 
     agent.py              Driver and agent: open a node, run ranks, read what they report
     checkup.py            Driver and agent: the doctor's check-up of a node
-    command.py            Driver and agent: commands that a person runs beside a rank
+    command.py            Driver and agent: commands that a person runs alongside a rank
     deputy.py             Driver, agent and deputy: what a node tells if the driver's machine is
                           lost
     mpirun.py             Driver and agent: mpirun and its daemons
-    operate.py            Command and driver: look into a run, and steer it
+    operate.py            Command and driver: inspect and steer a run
     profile.py            What a rank notes in the trace of its profile
     rank.py               Agent and rank: pause, continue, and what the rank is doing
     request.py            Requests of the driver to agents, with typed replies, and their transport

@@ -1,4 +1,4 @@
-"""Driver and agent: commands that a person runs beside a rank. (either side)"""
+"""Driver and agent: commands that a person runs alongside a rank. (either side)"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raydist.messages.request import Reply, Request
 
 
 class CommandRequest(Request[Reply]):
-    """A request about commands beside a rank."""
+    """A request about commands alongside a rank."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class RunCommand(CommandRequest[int]):
     argv: tuple[str, ...]
     """Empty: a shell."""
     reads: bool = False
-    """Whether WriteCommand gives it input; otherwise it has none."""
+    """Whether WriteCommand sends it input; otherwise its input is empty."""
     term: str = ""
-    """The TERM of a terminal for it; empty: it has pipes."""
+    """TERM of the terminal that the command gets; empty: it gets pipes."""
     rows: int = 0
     columns: int = 0
     """The size of the terminal."""
@@ -29,17 +29,17 @@ class RunCommand(CommandRequest[int]):
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command has printed since the last reply."""
+    """The output of a command since the last reply."""
 
     out: bytes
     err: bytes
     end: ProcessEnd | None
-    """How it ended; no further output follows."""
+    """How the command ended; None while more output may follow."""
 
 
 @dataclass(frozen=True)
 class ReadCommand(CommandRequest[CommandOutput]):
-    """Reply with the new output of a command at once, or with none after `patience` seconds."""
+    """Reply with a command's new output, or without any after `patience` seconds."""
 
     pid: int
     patience: float
@@ -47,17 +47,17 @@ class ReadCommand(CommandRequest[CommandOutput]):
 
 @dataclass(frozen=True)
 class WriteCommand(CommandRequest[None]):
-    """Give a command input; reply once it has room for it, or reads no more."""
+    """Send a command input; reply once it took all of it, or has closed its input."""
 
     pid: int
     data: bytes
     last: bool
-    """Whether its input ends here. That of a terminal does not."""
+    """Whether the input ends here. The input of a terminal does not end."""
 
 
 @dataclass(frozen=True)
 class ResizeCommand(CommandRequest[None]):
-    """Change the size of a command's terminal."""
+    """Set the size of a command's terminal."""
 
     pid: int
     rows: int
@@ -74,6 +74,6 @@ class SignalCommand(CommandRequest[None]):
 
 @dataclass(frozen=True)
 class LeaveCommand(CommandRequest[None]):
-    """End a command: the person has gone. One with a terminal gets SIGHUP first."""
+    """End a command because the person has left. One with a terminal gets SIGHUP first."""
 
     pid: int

@@ -1,6 +1,6 @@
-"""Command and driver: look into a run, and steer it. (either side)
+"""Command and driver: inspect and steer a run. (either side)
 
-They travel as lines of JSON over a Unix socket of the driver (watch/operate/server.py). The command
+The messages are lines of JSON on a Unix socket of the driver (watch/operate/server.py). The command
 sends one request; the driver replies with one or several messages, and closes the connection.
 """
 
@@ -18,19 +18,19 @@ class OperateMessage(Message):
 
 
 class RankLine(TypedDict):
-    """What is known about a rank now."""
+    """The state of a rank."""
 
     rank: int
     host: str
     pid: int
     step: int
-    """The newest step that it reported, or that was timed."""
+    """The newest step that was reported or timed."""
     own_s: float
     """Seconds of its own work in a step; 0: not timed."""
     wait_s: float
-    """Seconds of a step in which it waits for other ranks."""
+    """Seconds of a step that it waits for other ranks."""
     quiet_s: float
-    """Seconds since its last heartbeat; 0: it has none."""
+    """Seconds since its last heartbeat; 0 if it sends none."""
     state: str
     """What it is doing, for a person."""
 
@@ -54,23 +54,23 @@ class GetStacks(OperateMessage):
     ranks: Sequence[int]
     """Empty: all."""
     native: bool
-    """Whether to have py-spy read the frames of C code too."""
+    """Whether py-spy also reads the frames of C code."""
 
 
 @dataclass(frozen=True)
 class Execute(OperateMessage):
-    """Run a command beside each of these ranks; reply with Printed … and CommandEnded of each.
+    """Run a command alongside each of these ranks; reply with Printed and CommandEnded for each.
 
-    With input, for one rank, also with InputTaken …
+    A command that reads input runs for one rank only; InputTaken is a reply to its input.
     """
 
     ranks: Sequence[int]
     argv: Sequence[str]
     """Empty: a shell."""
     reads: bool = False
-    """Whether it gets what TypedInput has; otherwise its input is empty."""
+    """Whether TypedInput is its input; otherwise its input is empty."""
     term: str = ""
-    """The TERM of a terminal for it; empty: none."""
+    """TERM of the terminal that it gets; empty: it gets none."""
     rows: int = 0
     columns: int = 0
     """The size of the terminal."""
@@ -78,14 +78,14 @@ class Execute(OperateMessage):
 
 @dataclass(frozen=True)
 class SendSignal(OperateMessage):
-    """Send a signal to the commands; from the command to the driver."""
+    """Sent to the driver: send this signal to the commands alongside the ranks."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class TypedInput(OperateMessage):
-    """Input for a command; from the command to the driver."""
+    """Sent to the driver: input for the command alongside a rank."""
 
     text: str
     """As Printed.text."""
@@ -95,15 +95,15 @@ class TypedInput(OperateMessage):
 
 @dataclass(frozen=True)
 class InputTaken(OperateMessage):
-    """The command has room for input again."""
+    """The command has read input, so that more can be sent."""
 
     size: int
-    """How many bytes it has taken."""
+    """The number of bytes that it has read."""
 
 
 @dataclass(frozen=True)
 class TerminalSize(OperateMessage):
-    """The person's terminal has another size; from the command to the driver."""
+    """Sent to the driver: the person's terminal now has this size."""
 
     rows: int
     columns: int
@@ -111,31 +111,31 @@ class TerminalSize(OperateMessage):
 
 @dataclass(frozen=True)
 class Printed(OperateMessage):
-    """What a command beside a rank has printed."""
+    """Output of a command alongside a rank."""
 
     rank: int
     stream: int
-    """1: its output, 2: its errors."""
+    """1: standard output, 2: standard error."""
     text: str
-    """UTF-8; bytes that are none are surrogates, as with errors="surrogateescape"."""
+    """Decoded as UTF-8 with errors="surrogateescape"."""
 
 
 @dataclass(frozen=True)
 class CommandEnded(OperateMessage):
-    """A command beside a rank has ended, or could not be started."""
+    """A command alongside a rank has ended, or could not be started."""
 
     rank: int
     code: int
-    """As of a shell: 128 + its signal."""
+    """The exit code, as a shell reports it: 128 + the signal that ended the command."""
     error: str = ""
-    """Why nothing is known about it."""
+    """Why the command could not be started, or why its end is unknown; empty otherwise."""
 
 
 @dataclass(frozen=True)
 class Debug(OperateMessage):
-    """Begin a session of pdb in this rank; reply with DebuggerState … until it is over.
+    """Begin a session of pdb in this rank; reply with DebuggerState until the session is over.
 
-    With `by_editor` the first DebuggerState says that an editor can debug it, and the session
+    With `by_editor` the first DebuggerState tells that an editor can debug the rank; the session
     begins with the first TypedLine.
     """
 
@@ -145,9 +145,9 @@ class Debug(OperateMessage):
 
 @dataclass(frozen=True)
 class TypedLine(OperateMessage):
-    """A line for the debugger, or text of the editor; from the command to the driver.
+    """Sent to the driver: a line for the debugger, or text of the editor.
 
-    "": the editor has left.
+    An empty line: the editor has disconnected.
     """
 
     line: str
@@ -155,7 +155,7 @@ class TypedLine(OperateMessage):
 
 @dataclass(frozen=True)
 class DebuggerState(OperateMessage):
-    """What the debugger shows."""
+    """Output of the debugger, and where it is."""
 
     text: str
     place: str
@@ -170,46 +170,46 @@ class MakeProfile(OperateMessage):
     ranks: Sequence[int]
     """Empty: all."""
     steps: int
-    """0: for some seconds."""
+    """0: profile for `seconds` instead."""
     seconds: float
     memory: bool
-    """Whether to take a snapshot of the GPUs' memory too."""
+    """Whether to take a snapshot of the GPUs' memory as well."""
 
 
 @dataclass(frozen=True)
 class SaveNow(OperateMessage):
-    """Have all ranks save a checkpoint; reply with TextReply before and after."""
+    """Have all ranks save a checkpoint; reply with TextReply at its begin and at its end."""
 
 
 @dataclass(frozen=True)
 class ChangeSettings(OperateMessage):
-    """Have all ranks change settings; reply with TextReply before and after."""
+    """Have all ranks change settings; reply with TextReply before and after the change."""
 
     words: Sequence[str]
-    """As typed: `optim.lr=0.01`."""
+    """Overrides, such as `optim.lr=0.01`."""
 
 
 @dataclass(frozen=True)
 class StopRun(OperateMessage):
-    """Reply with TextReply, and stop the run; the connection closes when the ranks have ended."""
+    """Stop the run; reply with TextReply, and close the connection when the ranks have ended."""
 
     now: bool
-    """As a second Ctrl-C does."""
+    """Whether to stop it as a second Ctrl-C does."""
 
 
 @dataclass(frozen=True)
 class TextReply(OperateMessage):
-    """The reply to a request, for a person."""
+    """A reply for a person."""
 
     lines: Sequence[str]
     file: str = ""
-    """The file in the run folder that has the reply and more."""
+    """The file in the run folder with the whole reply."""
 
 
 @dataclass(frozen=True)
 class Refused(OperateMessage):
-    """The driver did not carry out the request. Nothing follows."""
+    """The driver did not carry out the request. No other message follows."""
 
     text: str
     usage: bool
-    """Whether the command was typed wrongly; otherwise it failed."""
+    """Whether the arguments of the command were wrong; otherwise the request failed."""

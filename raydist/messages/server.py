@@ -41,7 +41,7 @@ class RankSpec(ServerMessage):
 
 @dataclass(frozen=True)
 class ProgramSpec(ServerMessage):
-    """A program of mpirun, run as a child of the fork server."""
+    """A program of mpirun that runs as a child of the fork server."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -50,9 +50,10 @@ class ProgramSpec(ServerMessage):
 
 @dataclass(frozen=True)
 class CommandSpec(ServerMessage):
-    """A command of a person beside a rank.
+    """A command that a person runs alongside a rank.
 
-    Descriptors: its output, its errors, and its input if it has one; or its terminal alone.
+    Its descriptors: standard output, standard error, and standard input if it has one; or one
+    terminal.
     """
 
     argv: tuple[str, ...]
@@ -63,9 +64,9 @@ class CommandSpec(ServerMessage):
 
 @dataclass(frozen=True)
 class LookAtModel(ServerMessage):
-    """Build the model that `model=` names without values; write why it cannot be divided.
+    """Build the model that `model=` names, without values, to check that it can be divided.
 
-    The text goes to the descriptor. It is JSON of the arguments of a ConfigError, or empty.
+    The descriptor gets the arguments of a ConfigError as JSON; nothing if the model can be divided.
     """
 
     model: Mapping[str, Any]
@@ -77,11 +78,11 @@ class LookAtModel(ServerMessage):
 
 @dataclass(frozen=True)
 class WriteCheckpoint(ServerMessage):
-    """Fork a writer process for a checkpoint; its events go to the descriptor."""
+    """Fork a writer process for a checkpoint; the descriptor gets its events."""
 
     last: bool = True
-    """True: write the newest snapshot, unless a checkpoint on the disk is as new. False: write what
-    the first rank requests."""
+    """Whether to write the newest snapshot, unless a checkpoint on the disk is as new. If not, the
+    writer writes what the first rank requests."""
     step: int = -1
     """As in Flush."""
     random: Sequence[str] = ()
@@ -90,36 +91,39 @@ class WriteCheckpoint(ServerMessage):
 
 @dataclass(frozen=True)
 class KeptSteps(ServerReply):
-    """The steps whose state a node can save with the random generators of all of its ranks."""
+    """The steps whose state a node can save with the random generators of all its ranks."""
 
     steps: Sequence[int]
 
 
 @dataclass(frozen=True)
 class ListSteps(Request[KeptSteps], ServerMessage):
-    """Reply with the kept steps of this node's ranks. The agent passes it to the fork server."""
+    """Reply with the KeptSteps of this node. The agent forwards the request to the fork server."""
 
     ranks: int
-    """The number of these ranks: there may be memories of more, of an earlier attempt."""
+    """The number of ranks on the node. There may be more memories, left by an earlier attempt."""
 
 
 @dataclass(frozen=True)
 class GetNewestState(ServerMessage):
-    """Reply with NewestState, of the run whose agents have this folder."""
+    """Reply with the NewestState of the run whose agents have this folder."""
 
     run: str
 
 
 @dataclass(frozen=True)
 class NewestState(ServerReply):
-    """The step of the newest state in a run's memories on this node; -1: they hold none."""
+    """The step of the newest state of a run in memory on this node; -1: there is none."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class SignalProcess(ServerMessage):
-    """Send a signal to a process forked for this agent; SIGKILL goes to its whole process group."""
+    """Send a signal to a process that was forked for this agent.
+
+    SIGKILL goes to its whole process group.
+    """
 
     pid: int
     signal: int
@@ -129,7 +133,7 @@ class SignalProcess(ServerMessage):
 class Claim(ServerMessage):
     """Serve the process at the other end of the passed socket until it closes; reply with Claimed.
 
-    Without a socket it only asks whether the server would do so.
+    Without a socket the server only replies whether it would do so.
     """
 
 
@@ -137,7 +141,7 @@ class Claim(ServerMessage):
 class Claimed(ServerReply):
     """Whether the server serves this process.
 
-    It does not if it serves another one, or if a file that it imported has changed.
+    It does not if it already serves another one, or if a file that it has imported has changed.
     """
 
     ok: bool
@@ -147,8 +151,8 @@ class Claimed(ServerReply):
 class BeginRun(ServerMessage):
     """Create the folder of a run, with a link to the server, and remove it when the claim ends.
 
-    A persistent server does so for `keep_s` seconds afterwards, and no longer than the process
-    `guard` lives; 0: none.
+    A persistent server then waits `keep_s` seconds for the next claim, but ends when the process
+    `guard` does (0: no such process).
     """
 
     folder: str
@@ -170,7 +174,7 @@ class Warm(ServerReply):
     failed: Mapping[str, str] = field(default_factory=dict)
     """Modules that could not be imported, each with the error."""
     cuda: bool = False
-    """Whether a module has initialised CUDA, which no fork survives."""
+    """Whether a module has initialised CUDA, which does not work in a forked process."""
     pid: int = 0
     """The pid of the fork server."""
 
@@ -182,7 +186,7 @@ class Ping(ServerMessage):
 
 @dataclass(frozen=True)
 class Pong(ServerReply):
-    """The fork server handles messages."""
+    """The fork server is handling messages."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,7 @@ class Busy(ServerReply):
 
 @dataclass(frozen=True)
 class StoreOpened(ServerReply):
-    """What a store's process writes to OpenStore's descriptor: its port, or why it has none."""
+    """What the process of a store writes to OpenStore's descriptor: its port, or an error."""
 
     port: int = 0
     secret: str = ""
@@ -225,7 +229,7 @@ class Ended(Message):
 
 @dataclass(frozen=True)
 class InFile(ServerMessage):
-    """The message is in the file whose descriptor comes last: it is larger than PACKET."""
+    """The message is larger than PACKET, and therefore in the file of the last descriptor."""
 
 
 @dataclass(frozen=True)
@@ -241,12 +245,12 @@ class StoreAddress:
 
     port: int
     secret: str
-    """Horovod's store requires it; empty for a TCPStore."""
+    """The secret of Horovod's store; empty for a TCPStore."""
 
 
 @dataclass(frozen=True)
 class OpenStore(Request[StoreAddress], ServerMessage):
-    """Replace the rendezvous store by a new one. The agent passes it to the fork server."""
+    """Replace the rendezvous store by a new one. The agent forwards this to the fork server."""
 
     kind: StoreKind
     address: str

@@ -13,9 +13,8 @@ and ends, and keeps their snapshots when a rank dies.
                           and boots
     checkup.py            The doctor's check-up of one node: connections, libraries, /dev/shm; it
                           cleans up
-    command_streams.py    What a command beside a rank reads from and prints to: pipes, or a
-                          terminal
-    commands.py           Commands that a person runs beside a rank: in its environment, folder and
+    command_streams.py    The input and output of a command alongside a rank: pipes, or a terminal
+    commands.py           Commands that a person runs alongside a rank, in its environment and
                           cgroup
     counters.py           Byte counters and rates of this machine's network ports, from /sys under a
                           given root

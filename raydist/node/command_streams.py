@@ -1,4 +1,4 @@
-"""What a command beside a rank reads from and prints to: pipes, or a terminal. (actor)"""
+"""The input and output of a command alongside a rank: pipes, or a terminal. (actor)"""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from raydist.messages.command import RunCommand
 
 CHUNK = 1 << 16
 KEPT = 1 << 20
-"""Bytes of each stream after which nothing more is read until the driver takes them: the command
-then waits."""
+"""Limit on the bytes of a stream that wait for the driver. Beyond it nothing more is read, so the
+command blocks when its pipe is full."""
 
 
 @dataclass
 class CommandStreams:
-    """The descriptors of a new command, on both sides."""
+    """The descriptors of a new command: our ends and its ends."""
 
     outputs: list[int] = field(default_factory=list)
-    """Ours: what it prints, what it prints as errors; a terminal has one for both."""
+    """Our ends of its output and its errors; a terminal has one for both."""
     input: int = -1
-    """Ours: where its input is written; -1: it has none."""
+    """Our end of its input; -1: it has none."""
     its: list[int] = field(default_factory=list)
-    """Those of the command, as in CommandSpec."""
+    """The ends of the command, as in CommandSpec."""
 
     def add_pipe(self, reads: bool = False) -> None:
-        """Add a pipe from the command, or to it."""
+        """Add a pipe for output of the command, or for its input (`reads`)."""
         here, there = os.pipe()
         if reads:
             here, there = there, here
@@ -41,19 +41,19 @@ class CommandStreams:
         self.its.append(there)
 
     def close_ours(self) -> None:
-        """Close this side: there is no command."""
+        """Close our ends: the command could not be started."""
         for fd in (*self.outputs, self.input):
             if fd >= 0:
                 os.close(fd)
 
     def close_its(self) -> None:
-        """Close the command's side in this process."""
+        """Close the command's ends in this process; the command has its own copies."""
         for fd in self.its:
             os.close(fd)
 
 
 def open_streams(request: RunCommand) -> CommandStreams:
-    """Return new descriptors for a command. OSError: this node has no terminal, or too many."""
+    """Return new descriptors for a command. OSError: too many are open, or no terminal is left."""
     streams = CommandStreams()
     if request.term:
         ours, its = os.openpty()
@@ -67,28 +67,28 @@ def open_streams(request: RunCommand) -> CommandStreams:
 
 
 def resize(terminal: int, rows: int, columns: int) -> None:
-    """Change the size of a terminal."""
+    """Set the size of a terminal."""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
 
 class KeptOutput:
-    """What a command has printed to one of its streams and the driver has not taken yet.
+    """The output of one stream of a command that the driver has not taken yet.
 
-    Without a transport of asyncio: those of uvloop, which Ray uses, log the end of a terminal as an
-    error.
+    It does not use a transport of asyncio: those of uvloop, which Ray uses, log an error when a
+    terminal ends.
     """
 
     def __init__(self, fd: int, news: asyncio.Event) -> None:
-        """`fd`: is closed at its end. `news`: set when there is something to take, or then."""
+        """`fd`: closed at its end. `news`: set when there is output to take, and at the end."""
         os.set_blocking(fd, False)
         self._fd = fd
         self._buffer = bytearray()
         self._news = news
         self.full = False
-        """Whether nothing more is read until `take`."""
+        """Whether reading pauses until `take` because the buffer is full."""
         self.settled = asyncio.Event()
-        """Whether nothing arrives before the next `take`: it is full, or nobody has the other
-        end."""
+        """Set while nothing can arrive before the next `take`: the buffer is full, or no process
+        has the other end open."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(fd, self._read)
 
@@ -97,7 +97,7 @@ class KeptOutput:
             data = os.read(self._fd, CHUNK)
         except BlockingIOError:
             return
-        except OSError:  # Linux says EIO once no process has the terminal any more
+        except OSError:  # EIO: on Linux, no process has the terminal open any more
             data = b""
         self._buffer += data
         if not data:
@@ -109,7 +109,7 @@ class KeptOutput:
         self._news.set()
 
     def take(self) -> bytes:
-        """Return what was printed since the last call, and continue to read."""
+        """Return the output since the last call, and continue reading."""
         taken = bytes(self._buffer)
         self._buffer.clear()
         if self.full:
@@ -120,7 +120,7 @@ class KeptOutput:
         return taken
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading, and close the descriptor."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
@@ -129,18 +129,18 @@ class KeptOutput:
 
 
 class CommandInput:
-    """Where a command's input is written, as far as it has room."""
+    """Writes a command's input as fast as the command reads it."""
 
     def __init__(self, fd: int) -> None:
-        """`fd`: it is closed."""
+        """`fd`: closed by `close`."""
         os.set_blocking(fd, False)
         self._fd = fd
         self._loop = asyncio.get_running_loop()
         self._waiting_write: asyncio.Future[None] | None = None
-        """The write that waits for room."""
+        """The write that waits until the command has read something."""
 
     async def write(self, data: bytes) -> None:
-        """Write all of it; return before if nobody reads it any more."""
+        """Write all of it; return early if the command has closed its input."""
         while data and self._fd >= 0:
             try:
                 data = data[os.write(self._fd, data) :]
@@ -169,7 +169,7 @@ class CommandInput:
                 use(self._fd)
 
     def close(self) -> None:
-        """Close it: the command reads the end of its input."""
+        """Close the command's input: it reads the end of the file."""
         if self._fd >= 0:
             self._loop.remove_writer(self._fd)
             os.close(self._fd)

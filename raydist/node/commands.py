@@ -1,4 +1,4 @@
-"""Commands that a person runs beside a rank: in its environment, folder and cgroup. (actor)"""
+"""Commands that a person runs alongside a rank, in its environment and cgroup. (actor)"""
 
 from __future__ import annotations
 
@@ -32,23 +32,29 @@ from raydist.node.fork_client import ForkClient
 from raydist.shared.errors import LaunchError
 
 LAST_S = 0.5
-"""Seconds after the end of a command in which its output is read: a process that it has left in the
-background may hold its streams open."""
+"""Seconds after a command's end for which its output is still read. There is a limit because a
+process that the command left in the background may keep its streams open."""
 HANG_UP_S = 2.0
-"""Seconds that a command has after its terminal has gone, until it is killed."""
+"""Seconds that a command may run on after its terminal is closed; then it is killed."""
 
 
 class Commands:
-    """The commands beside one start of a rank. The fork server of the node forks them."""
+    """The commands that run alongside one process of a rank.
+
+    The fork server of the node forks them.
+    """
 
     def __init__(self, server: ForkClient, env: Mapping[str, str], cwd: str) -> None:
-        """`env`, `cwd`: of the rank. They stay in the memory of this process."""
+        """`env`, `cwd`: those of the rank. `env` may have secrets: it stays in memory."""
         self._server, self.env, self._cwd = server, dict(env), cwd
-        self._commands: dict[int, BesideRank] = {}
-        """By pid: those whose end was not reported."""
+        self._commands: dict[int, RunningCommand] = {}
+        """By pid: the commands whose end has not been reported yet."""
 
     async def handle(self, request: CommandRequest[Any]) -> Any:
-        """Answer a request. LaunchError: the command to be read has ended with the rank."""
+        """Answer a request.
+
+        Raises LaunchError for the output of a command that ended because its rank was restarted.
+        """
         match request:
             case RunCommand():
                 return await self._start(request)
@@ -81,44 +87,44 @@ class Commands:
             raise
         finally:
             streams.close_its()
-        self._commands[pid] = BesideRank(streams, ended, terminal)
+        self._commands[pid] = RunningCommand(streams, ended, terminal)
         return pid
 
     async def _read(self, pid: int, patience: float) -> CommandOutput:
-        """Return the new output of a command, and its end after the last of it."""
+        """Return a command's new output; with the last of it, how the command ended."""
         if pid not in self._commands:
-            raise LaunchError("the rank has been started again: the command has ended")
+            raise LaunchError("the rank was restarted, so the command has ended")
         output = await self._commands[pid].read(patience)
         if output.end is not None:
             self._commands.pop(pid, None)
         return output
 
     async def _leave(self, pid: int) -> None:
-        """End a command: the person has gone."""
+        """End a command because nobody reads its output any more."""
         if (command := self._commands.get(pid)) is None:
             return
-        command.release()  # without its terminal it gets SIGHUP from the kernel
+        command.release()  # closes its terminal, so the kernel sends it SIGHUP
         if not await command.ends_by_itself():
-            with contextlib.suppress(OSError):  # the server has ended, and all with it
+            with contextlib.suppress(OSError):  # the server has ended, and the command with it
                 self._server.send(SignalProcess(pid, signal.SIGKILL))
         self._commands.pop(pid, None)
 
     def end(self) -> None:
-        """Kill all: the rank is about to be started again."""
+        """Kill all commands, because the rank is about to be restarted."""
         for pid, command in self._commands.items():
-            with contextlib.suppress(OSError):  # the server has ended, and all with it
+            with contextlib.suppress(OSError):  # the server has ended, and the command with it
                 self._server.send(SignalProcess(pid, signal.SIGKILL))
             command.release()
         self._commands.clear()
 
 
-class BesideRank:
-    """One command: what it has printed, what it reads, and its end."""
+class RunningCommand:
+    """One command: its output, its input, and how it ended."""
 
     def __init__(
         self, streams: CommandStreams, ended: asyncio.Future[ProcessEnd], terminal: bool
     ) -> None:
-        """`streams`: this side's descriptors are closed."""
+        """`streams`: our ends of them are closed here. `ended`: done when the command ends."""
         self._news = asyncio.Event()
         self._end, self._terminal = ended, terminal
         self._input = CommandInput(streams.input) if streams.input >= 0 else None
@@ -126,7 +132,7 @@ class BesideRank:
         ended.add_done_callback(lambda _: self._news.set())
 
     async def read(self, patience: float) -> CommandOutput:
-        """Return the new output, and the end after the last of it."""
+        """Return the new output; with the last of it, how the command ended."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), patience)
         self._news.clear()
@@ -136,7 +142,7 @@ class BesideRank:
                 rest = asyncio.gather(*(kept.settled.wait() for kept in self._outputs))
                 await asyncio.wait_for(rest, LAST_S)
             if any(kept.full for kept in self._outputs):
-                end = None  # more may be in the pipe
+                end = None  # the buffer is full, so the pipe may hold more
                 self._news.set()
         out, *err = (kept.take() for kept in self._outputs)
         if end is not None:
@@ -144,25 +150,28 @@ class BesideRank:
         return CommandOutput(out, b"".join(err), end)
 
     async def write(self, data: bytes, last: bool) -> None:
-        """Give the command input; return once it has room for it, or reads no more."""
+        """Write to the command's input; return once it took all, or has closed its input."""
         if self._input is not None:
             await self._input.write(data)
             if last and not self._terminal:
                 self._input.close()
 
     def resize(self, rows: int, columns: int) -> None:
-        """Change the size of its terminal; the kernel sends SIGWINCH."""
+        """Set the size of the command's terminal; the kernel sends it SIGWINCH."""
         if self._terminal and self._input is not None:
             self._input.with_descriptor(lambda fd: resize(fd, rows, columns))
 
     async def ends_by_itself(self) -> bool:
-        """Report whether it ends because its terminal has gone. One without a terminal does not."""
+        """Return whether the command ends now that its terminal is closed.
+
+        A command without a terminal does not notice, and continues.
+        """
         if self._terminal:
             await asyncio.wait({self._end}, timeout=HANG_UP_S)
         return self._end.done()
 
     def release(self) -> None:
-        """Stop to read and to write; its terminal is gone."""
+        """Stop reading and writing; this closes the command's terminal."""
         for kept in self._outputs:
             kept.close()
         if self._input is not None:
@@ -170,7 +179,7 @@ class BesideRank:
 
 
 def choose_shell(env: Mapping[str, str]) -> str:
-    """Return the person's shell, or another one that this node has."""
+    """Return the user's shell if this node has it, else bash or sh."""
     for shell in (env.get("SHELL", ""), "bash"):
         if shell and shutil.which(shell, path=env.get("PATH")):
             return shell

@@ -27,7 +27,7 @@ Each takes the same overrides as `python -m raydist.train`.
                           Ray cluster
     note.py               The command `raydist note`: give a run a note and tags, which the list of
                           runs shows
-    own_terminal.py       This terminal as that of a command elsewhere: what is typed, its size, raw
+    own_terminal.py       Uses this terminal for a command on another host: its input, its size, raw
                           mode
     plan.py               The command `raydist plan`: print where ranks would run and with which
                           variables

@@ -27,8 +27,8 @@ from raydist.tools.own_terminal import InputSender, raw_terminal, terminal_size
 from raydist.tools.running import Link, connected_run, refused_by_driver, run_and_ranks, run_parser
 
 DESCRIPTION = """\
-Runs a command where a rank of a run runs: on its node, in its folder, with its variables, in its
-cgroup. It shows what the command prints, and ends with its exit code.
+Runs a command alongside a rank of a run: on its node, in its folder, with its environment
+variables, in its cgroup. Prints the output of the command, and returns its exit code.
 
     raydist exec rank=3 -- nvidia-smi
     raydist exec rank=3 -it                      a shell
@@ -39,8 +39,8 @@ cgroup. It shows what the command prints, and ends with its exit code.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    The exit code: that of the command (of the first rank that failed); 2 for a wrong word, or if no
-    such run runs.
+    The exit code: that of the command (with several ranks, the first that is not 0); 2 for a wrong
+    argument, or if no such run is running.
     """
 
     def execute() -> int:
@@ -54,16 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_parser() -> ToolParser:
-    """Return the parser of what is typed before the --."""
+    """Return the parser of the arguments before the --."""
     parser = run_parser("exec", DESCRIPTION, "; rank=3; then -- and the command")
     parser.add_argument(
-        "--all", action="store_true", help="beside all ranks; each line begins with its rank"
+        "--all", action="store_true", help="alongside each rank; each line begins with its rank"
     )
     parser.add_argument(
-        "-i", "--interactive", action="store_true", help="pass on what is typed or piped into it"
+        "-i", "--interactive", action="store_true", help="forward standard input to the command"
     )
     parser.add_argument(
-        "-t", "--tty", action="store_true", help="with -i: it has a terminal; default: a shell"
+        "-t",
+        "--tty",
+        action="store_true",
+        help="with -i: in a terminal; by default a shell",
     )
     return parser
 
@@ -71,7 +74,7 @@ def command_parser() -> ToolParser:
 def execute_in_ranks(
     arguments: argparse.Namespace, place: str, ranks: list[int], command: Sequence[str]
 ) -> int:
-    """Run the command, show what it prints, and return its exit code."""
+    """Run the command, print its output, and return its exit code."""
     if not command and not arguments.tty:
         raise ConfigError("raydist exec: no command; type it after --: rank=0 -- nvidia-smi")
     if bool(ranks) == arguments.all:
@@ -82,7 +85,7 @@ def execute_in_ranks(
         link = stack.enter_context(connected_run(place, arguments))
         if not arguments.interactive:
             link.send(Execute(ranks, command))
-            stack.enter_context(passing_on_ctrl_c(link))
+            stack.enter_context(forwarding_ctrl_c(link))
             return show_output(link, screen)
         if arguments.tty:
             size = terminal_size()
@@ -91,35 +94,35 @@ def execute_in_ranks(
             link.send(Execute(ranks, command, True, term, *size))
         else:
             link.send(Execute(ranks, command, True))
-        typed = stack.enter_context(InputSender(link, arguments.tty))
-        return show_output(link, screen, typed)
+        sender = stack.enter_context(InputSender(link, arguments.tty))
+        return show_output(link, screen, sender)
 
 
 def check_input(arguments: argparse.Namespace, ranks: Sequence[int]) -> None:
-    """Raise ConfigError if what is typed can't be passed on as -i and -t say."""
+    """Raise ConfigError if -i and -t are not possible here."""
     if arguments.tty and not arguments.interactive:
-        raise ConfigError("raydist exec: nobody could type into the terminal of -t; type -it")
+        raise ConfigError("raydist exec: -t without -i is a terminal without input; type -it")
     if not arguments.interactive:
         return
     flags = "-it" if arguments.tty else "-i"
     if arguments.all or len(set(ranks)) > 1:
         which = f"rank={ranks[0] if ranks else 0}"
-        raise ConfigError(f"raydist exec: what is typed goes to one rank; type {which} {flags}")
+        raise ConfigError(f"raydist exec: {flags} is for one rank; type {which} {flags}")
     if arguments.job:
-        why = "what is typed can't pass through the dashboard's port alone"
+        why = f"{flags} does not work through the dashboard's port alone"
         where = "on a host of the cluster, such as its head (ray attach cluster.yaml)"
         raise ConfigError(f"raydist exec: {why}; type it without --job {where}")
     if arguments.tty and not sys.stdin.isatty():
         raise ConfigError(
-            "raydist exec: -t needs a terminal, and the standard input is none; type -i to pass on "
-            "a file or a pipe"
+            "raydist exec: -t needs a terminal, and standard input is none; type -i to forward a "
+            "file or a pipe"
         )
 
 
-def show_output(link: Link, screen: Screen, typed: InputSender | None = None) -> int:
-    """Show what the commands print until all have ended; return the first code that is not 0.
+def show_output(link: Link, screen: Screen, sender: InputSender | None = None) -> int:
+    """Print the output of the commands until all have ended; return the first code that is not 0.
 
-    `typed`: what sends their input.
+    `sender`: sends their input, if they have any.
     """
     code = 0
     while (message := link.receive()) is not None:
@@ -127,8 +130,8 @@ def show_output(link: Link, screen: Screen, typed: InputSender | None = None) ->
             case Printed(rank, stream, text):
                 screen.show(rank, stream, text)
             case InputTaken(size):
-                if typed is not None:
-                    typed.note_taken(size)
+                if sender is not None:
+                    sender.note_taken(size)
             case CommandEnded(rank, ended, error):
                 screen.end(rank, error)
                 code = code or ended
@@ -140,16 +143,16 @@ def show_output(link: Link, screen: Screen, typed: InputSender | None = None) ->
 
 
 class Screen:
-    """Shows what commands print: unchanged, or in whole lines with the rank before each."""
+    """Prints the output of commands: unchanged, or as whole lines that begin with the rank."""
 
-    def __init__(self, named: bool, raw: bool = False) -> None:
-        """`named`: whether each line begins with its rank. `raw`: whether the terminal is raw."""
-        self._with_rank, self._raw = named, raw
+    def __init__(self, with_rank: bool, raw: bool = False) -> None:
+        """`with_rank`: whether lines begin with the rank. `raw`: whether the terminal is raw."""
+        self._with_rank, self._raw = with_rank, raw
         self._rest: dict[tuple[int, int], str] = {}
-        """By rank and stream: the beginning of a line."""
+        """By rank and stream: the beginning of a line that is not complete yet."""
 
     def show(self, rank: int, stream: int, text: str) -> None:
-        """Show what a command has printed."""
+        """Print output of a command. `stream`: 1 or 2, as in Printed."""
         if self._with_rank:
             *lines, self._rest[rank, stream] = (self._rest.get((rank, stream), "") + text).split(
                 "\n"
@@ -159,12 +162,12 @@ class Screen:
         try:
             to.buffer.write(text.encode("utf-8", "surrogateescape"))
             to.flush()
-        except BrokenPipeError:  # `raydist exec … | head`; Python must not flush the rest at exit
+        except BrokenPipeError:  # `raydist exec … | head`; Python must not flush the rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
 
     def end(self, rank: int, error: str) -> None:
-        """Show the unfinished lines of a command that has ended, and what went wrong, if anything.
+        """Print the incomplete lines of a command that has ended, and its error, if there is one.
 
         `error`: as CommandEnded.error.
         """
@@ -177,8 +180,8 @@ class Screen:
 
 
 @contextlib.contextmanager
-def passing_on_ctrl_c(link: Link) -> Iterator[None]:
-    """Send Ctrl-C to the commands while the block runs; the second one kills them."""
+def forwarding_ctrl_c(link: Link) -> Iterator[None]:
+    """Forward Ctrl-C to the commands while the block runs; the second Ctrl-C kills them."""
     numbers = iter([signal.SIGINT])
 
     def send(_number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""This terminal as that of a command elsewhere: what is typed, its size, raw mode. (driver)"""
+"""Uses this terminal for a command on another host: its input, its size, raw mode. (driver)"""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ STDIN = 0
 CHUNK = 1 << 14
 """Bytes of input in a message."""
 WINDOW = 1 << 16
-"""Bytes of input that are sent before the command takes the first of them."""
+"""Limit on the bytes of input that are sent and that the command has not read yet."""
 JOIN_S = 2.0
-"""Limit on the wait for the thread at the end: the connection may have broken."""
+"""Limit on the wait for the thread at the end; with a broken connection it may block."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end the command with a terminal. What a person types comes as bytes instead."""
+"""Signals that end `raydist exec -t`. Ctrl-C that is typed arrives as a byte, not as a signal."""
 
 
 class InputSender(AbstractContextManager["InputSender"]):
-    """Sends what is typed, from a thread, until the end of the `with` block.
+    """Sends standard input from a thread, until the end of the `with` block.
 
-    With a terminal it sends its size, too; without one Ctrl-C: the second one kills the command.
-    Signals arrive by a descriptor, so the main thread may be in a call of C meanwhile. Only this
-    thread sends: the messages of two might mix.
+    With a terminal it also sends changes of its size; without one it sends Ctrl-C, and the second
+    Ctrl-C kills the command. Signals arrive through a descriptor, so that the main thread may block
+    in C code meanwhile. Only this thread sends, because messages of two threads could mix.
     """
 
     def __init__(self, link: Link, terminal: bool) -> None:
@@ -69,17 +69,17 @@ class InputSender(AbstractContextManager["InputSender"]):
         self._thread.join(JOIN_S)
 
     def note_taken(self, size: int) -> None:
-        """Note that the command has taken so many bytes."""
+        """Note that the command has read this many bytes."""
         self._taken_bytes += size
         self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # then it wakes up without
+        with contextlib.suppress(BlockingIOError):  # a full socket wakes the thread, too
             self._wakes.send(b"\0")  # no signal has this number
 
     def _run(self) -> None:
         open_input = True
-        # The connection is closed, or Ray's actor has ended: the main thread sees it, too.
+        # The connection is closed, or Ray's actor has ended; the main thread notices it as well.
         with contextlib.suppress(Exception):
             while not self._over:
                 poll = select.poll()
@@ -95,8 +95,8 @@ class InputSender(AbstractContextManager["InputSender"]):
 
     def _on_signal(self, number: int) -> None:
         if self._terminal and number in ENDING and isinstance(self._link, CommandLink):
-            # If the kernel has given the signal to this thread, the main thread still waits for the
-            # connection, and would not run the handler.
+            # The kernel may have delivered the signal to this thread. The main thread then still
+            # blocks on the connection, and would not run the handler.
             self._link.end()
             return
         message: Message
@@ -109,10 +109,10 @@ class InputSender(AbstractContextManager["InputSender"]):
         self._link.send(message)
 
     def _pass_input(self) -> bool:
-        """Send what there is of the input; return whether more may follow."""
+        """Send the available input; return whether more may follow."""
         try:
             data = os.read(STDIN, CHUNK)
-        except OSError:  # it is closed, or the terminal is gone
+        except OSError:  # standard input is closed, or the terminal is gone
             data = b""
         if not data and self._terminal:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -130,9 +130,9 @@ def terminal_size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def raw_terminal() -> Iterator[None]:
-    """Have the terminal pass each key on as it is, and put it back after the block.
+    """Put the terminal into raw mode inside the block, and restore it afterwards.
 
-    A signal that would end this process raises Stopped inside the block; after `kill -STOP` and
+    A signal that would end this process raises Stopped inside the block. After `kill -STOP` and
     `fg` the terminal is raw again.
     """
 
@@ -161,4 +161,4 @@ def raw_terminal() -> Iterator[None]:
 
 
 def do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Let a signal arrive by the wakeup descriptor only."""
+    """Handle a signal by doing nothing: it arrives through the wakeup descriptor."""

@@ -3,7 +3,7 @@
 Reads events of a live run, or the files of a run folder. Produces the page, and what is sent to
 MLflow, W&B and other trackers.
 
-    notify/               The processes that tell a webhook or a command what has become of a run
+    notify/               The processes that send messages about a run to a webhook or a command
     operate/              Look into a run and steer it from another process: the driver's part
     track.py              track=…, notify.…: start a process per tracker or receiver, and wait for
                           its end

@@ -289,7 +289,7 @@ def test_a_pipe_that_is_closed_ends_the_command(program: Program, tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        (["rank=0", "-it"], "type -i to pass on"),
+        (["rank=0", "-it"], "type -i to forward"),
         (["rank=0", "-t", "--", "ls"], "type -it"),
         (["--all", "-i", "--", "cat"], "type rank=0 -i"),
         (["rank=0,1", "-it"], "type rank=0 -it"),

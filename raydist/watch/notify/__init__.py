@@ -1,7 +1,7 @@
-"""The processes that tell a webhook or a command what has become of a run. (driver)
+"""The processes that send messages about a run to a webhook or a command. (driver)
 
-track.py starts one for each receiver, as it does for a tracker: it survives the driver's death, and
-then tells that. If the driver's whole machine is lost, a deputy on another one tells it.
+track.py starts one for each receiver, as it does for a tracker. It survives the driver's death, and
+reports it. If the driver's whole machine is lost, a deputy on another machine reports that.
 
     child.py      The main loop: follows events.jsonl and sends each kind of message once
     delivery.py   Send one message to a webhook or a command, within half a minute
@@ -13,6 +13,6 @@ then tells that. If the driver's whole machine is lost, a deputy on another one 
 from __future__ import annotations
 
 WAIT_S = 10.0
-"""Longest time that the command waits, at the end of a run, for its last message."""
+"""Limit on the wait of the driver, at the end of a run, for the last message."""
 END_S = 60.0
-"""Longest time that this process goes on after the end of a run."""
+"""Limit on the time that this process lives after the end of a run."""

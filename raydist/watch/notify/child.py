@@ -22,11 +22,12 @@ from raydist.watch.trackers import Ledger, Task
 from raydist.watch.trackers.child import LOOK_S, Life, Say, follow_run, read_on
 
 DELIVER_S = END_S / 2
-"""Longest time for one message. Another one may be on its way when the run ends."""
+"""Limit on the delivery of one message: half of END_S, because another message may be under way
+when the run ends."""
 
 
 class Notifier:
-    """One receiver of the messages of one run."""
+    """Sends the messages of one run to one receiver."""
 
     def __init__(self, task: Task, say: Say, life: Life) -> None:
         self._task = task
@@ -42,7 +43,7 @@ class Notifier:
         )
 
     def run(self) -> None:
-        """Follow the events until the run has its result, or the driver is gone."""
+        """Follow the events until the run has a result, or the driver is gone."""
         lines = read_on(self._folder / EVENTS, self._task.begin)
         over = ended = False
         while not over and not ended:
@@ -54,29 +55,30 @@ class Notifier:
                 self._life.over.wait(LOOK_S)
         if ended:
             return
-        if self._life.end_was_announced():  # the disk is full
-            self._warn("no message about the end of the run: events.jsonl lacks it")
+        if self._life.end_was_announced():  # the result is missing because the disk is full
+            self._warn("no message about the end of the run: it is not in events.jsonl")
         else:
-            self._tell(self._messages.died(time.time()))
+            self._send(self._messages.died(time.time()))
 
     def _take(self, happened: Event) -> None:
-        """Process one event; one that cannot be read is left out, with a warning."""
+        """Process one event; skip one that cannot be processed, with a warning."""
         try:
             message = self._messages.add(happened)
         except Exception as error:
             traceback.print_exc()
-            self._warn(f"an event `{happened.kind}` is left out: {type(error).__name__}: {error}")
+            self._warn(f"an event `{happened.kind}` is skipped: {type(error).__name__}: {error}")
             return
         if message is not None:
-            self._tell(message)
+            self._send(message)
 
-    def _tell(self, message: RunMessage) -> None:
-        """Deliver a message, unless the person does not want it or has one of its kind."""
-        # another machine has told it if it missed this one (deputy.py)
-        told = {*self._ledger.sent_kinds, *Ledger.read(self._folder, self._task.name).sent_kinds}
-        if message.event not in self._events or message.event in told:
+    def _send(self, message: RunMessage) -> None:
+        """Send a message, unless its kind is not in notify.events or was sent before."""
+        # The file as well: a deputy that did not reach this machine may have sent it meanwhile.
+        sent = {*self._ledger.sent_kinds, *Ledger.read(self._folder, self._task.name).sent_kinds}
+        if message.event not in self._events or message.event in sent:
             return
-        # First, so that nothing is told twice if this process is killed in between.
+        # Noted before it is sent, so that a kill in between does not make another process send it
+        # again.
         self._ledger.sent_kinds.append(message.event)
         self._ledger.write(self._folder, self._task.name)
         try:
@@ -88,7 +90,7 @@ class Notifier:
             self._warn(f"the message `{message.event}` was not delivered: {why}")
 
     def _warn(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)  # the log: the driver may be gone
+        print(text, file=sys.stderr, flush=True)  # to the log, because the driver may be gone
         self._say(warning=f"notify.{self._task.name}: {text}")
 
 

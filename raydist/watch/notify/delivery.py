@@ -1,6 +1,6 @@
 """Send one message to a webhook or a command, within half a minute. (driver)
 
-No message arrives twice: it is sent again only where the receiver surely does not have it.
+No message arrives twice: it is sent again only if the receiver certainly does not have it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from raydist.settings.secrets import MASK
 from raydist.watch.notify.message import RunMessage
 
 ANSWER_S = 8.0
-"""Longest wait for a connection to a webhook, and for its answer."""
+"""Limit on the wait for a connection to a webhook, and for its answer."""
 PAUSE_S = 1.0
-"""Seconds until a webhook is tried again."""
+"""Seconds between two attempts."""
 TRIES = 3
 AGAIN = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
-"""The answers after which a message is sent again: nobody has read it."""
+"""Answers after which a message is sent again, because nobody has read it."""
 
 Deliver = Callable[[RunMessage, float], str]
-"""(message, time of the monotonic clock until which it may take) -> why it was not delivered."""
+"""(message, deadline on the monotonic clock) -> why it was not delivered; empty if it was."""
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treat a redirection as a failure: what follows it would be a GET without the message."""
+    """Treats a redirection as a failure: urllib would follow it with a GET without the message."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def receiver(name: str, notify: Notify) -> Deliver:
-    """Return how a message is delivered. `name`: webhook or command."""
+    """Return the function that delivers a message. `name`: webhook or command."""
     if name == "command":
         return lambda message, until: run_receiver(notify.command, message, until)
     slack = form_of(notify) == "slack"
@@ -51,9 +51,9 @@ def receiver(name: str, notify: Notify) -> Deliver:
 
 
 def post(url: str, body: str, until: float) -> str:
-    """Send a body to a webhook; return why it was not delivered, without the URL.
+    """POST a body to a webhook; return why it was not delivered, without the URL (a secret).
 
-    `until`: the time of the monotonic clock from which it is not tried again.
+    `until`: the deadline on the monotonic clock, after which there is no other attempt.
     """
     request = urllib.request.Request(
         url, body.encode(), {"Content-Type": "application/json", "User-Agent": "raydist"}
@@ -67,7 +67,7 @@ def post(url: str, body: str, until: float) -> str:
         except urllib.error.HTTPError as error:
             error.close()
             why, again = f"it answered {error.code} {error.reason}", error.code in AGAIN
-        except urllib.error.URLError as error:  # there was no connection, so it got nothing
+        except urllib.error.URLError as error:  # there was no connection, so nothing was sent
             why, again = str(error.reason), True
         except TimeoutError:
             why, again = f"no answer in {wait:.0f} s, so it may have got it", False
@@ -80,9 +80,9 @@ def post(url: str, body: str, until: float) -> str:
 
 
 def run_receiver(command: str, message: RunMessage, until: float) -> str:
-    """Run a command with a message once; return why that failed.
+    """Run a command with a message, once; return why it failed, empty if it did not.
 
-    `until`: the time of the monotonic clock at which it is killed.
+    `until`: the time on the monotonic clock when the command is killed.
     """
     env = {**os.environ, **message.variables()}
     process = subprocess.Popen(

@@ -1,9 +1,9 @@
-"""The process on each other machine of a run that tells if the driver's is lost. (either side)
+"""The process on each other machine of a run that reports the loss of the driver's. (either side)
 
     python -m raydist.watch.notify.deputy    reads a Duty, a line of JSON, then lines of its agents
 
-It costs one line in a second while the driver lives. It listens nowhere, and no other process of
-its user can read its memory, which has the webhook.
+While the driver lives, it reads one line per second. It listens on no port, and no other process of
+its user can read its memory, which contains the webhook.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from raydist.watch.notify.who_tells import (
 from raydist.watch.trackers import Ledger
 
 PR_SET_DUMPABLE = 4
-"""Of prctl(2)."""
+"""From prctl(2): 0 forbids other processes to read this one's memory."""
 FIRST_CALLS = 3
-"""Calls at the start, of which one must be answered."""
+"""Number of calls at the start; one of them must be answered."""
 STORAGE_S = 10.0
-"""Longest wait for the storage of the run folder: the lost machine may be its file server."""
+"""Limit on the wait for the storage of the run folder: the lost machine may be its file server."""
 DELIVER_S = 30.0
-"""Longest time for one message."""
+"""Limit on the delivery of one message."""
 
 
 class AgentLines:
-    """The lines that the agents of this machine write, until they are gone."""
+    """The lines that the agents of this machine write to standard input."""
 
     def __init__(self) -> None:
         self.left = False
-        """Whether nobody can write any more."""
+        """Whether all agents of this machine are gone."""
         self._whole: list[bytes] = []
         self._cut = b""
 
     def next(self, seconds: float) -> bytes:
-        """Return the next line; empty if none comes within so many seconds, or the agents are gone.
+        """Return the next line; empty if none arrives in time, or the agents are gone.
 
-        Once they are gone it only waits.
+        Once they are gone, it waits for `seconds`.
         """
         until = time.monotonic() + seconds
         while not self._whole:
@@ -82,28 +82,31 @@ class AgentLines:
 
 
 class Deputy:
-    """Watches the driver's machine, and tells its loss if that falls to this machine."""
+    """Watches the driver's machine, and reports its loss if no other deputy does."""
 
     def __init__(self, duty: Duty, lines: AgentLines) -> None:
         self._duty = duty
         self._lines = lines
         self._born = time.monotonic()
         self._step = 0
-        self._heard = time.monotonic()
+        self._quiet_since = time.monotonic()
+        """When the driver last sent something, or its machine answered, on the monotonic clock."""
         self._heard_at = time.time()
         """The same in seconds since the epoch."""
-        self._dismissed = self._answered = False
-        self._unanswered = 0
+        self._dismissed = False
+        self._answered = False
+        """As in Signs."""
+        self._unanswered_calls = 0
 
     def run(self) -> None:
-        """Watch until there is nothing to tell, or it is told."""
+        """Watch until the run is over, or the loss of the driver's machine is reported."""
         if not any(machine_answers(self._duty.driver) for _ in range(FIRST_CALLS)):
             say(f"this machine cannot reach {self._duty.driver}: it does not watch the driver")
             return
         while (act := next_act(self._signs)) != "end":
             until = time.monotonic() + EVERY_S
             if act == "ask" and self._is_lost():
-                self._tell_all()
+                self._report_loss()
                 return
             if act != "listen":
                 self._call()
@@ -116,12 +119,12 @@ class Deputy:
             dismissed=self._dismissed,
             left=self._lines.left,
             answered=self._answered,
-            quiet_s=time.monotonic() - self._heard,
-            unanswered_calls=self._unanswered,
+            quiet_s=time.monotonic() - self._quiet_since,
+            unanswered_calls=self._unanswered_calls,
         )
 
     def _listen(self, until: float) -> None:
-        """Read lines until this time of the monotonic clock, or the agents are gone."""
+        """Read lines until this time on the monotonic clock, or until the agents are gone."""
         left = self._lines.left
         while not self._dismissed and self._lines.left == left:
             line = self._lines.next(max(0.0, until - time.monotonic()))
@@ -133,28 +136,32 @@ class Deputy:
                 return
 
     def _note_sign(self) -> None:
-        self._heard, self._heard_at, self._unanswered = time.monotonic(), time.time(), 0
+        self._quiet_since, self._heard_at = time.monotonic(), time.time()
+        self._unanswered_calls = 0
 
     def _call(self) -> None:
-        """Call the driver's machine."""
-        left = self._lines.left  # a call from before does not show who has ended the agents
+        """Connect to the driver's machine, and note whether it answers."""
+        # Only an answer to a call that began after the agents had gone shows that the machine is
+        # not lost, and that the driver alone has died.
+        left = self._lines.left
         if machine_answers(self._duty.driver):
             self._note_sign()
             self._answered = left
         else:
-            self._unanswered += 1
+            self._unanswered_calls += 1
 
     def _is_lost(self) -> bool:
-        """Return whether others answer, so that it is not this machine that is cut off."""
+        """Return whether the driver's machine is lost, and this one is not just cut off."""
         asked = others_to_ask(self._duty.nodes, self._duty.own)
         answered = sum(answering(asked))
         cut_off = is_cut_off(len(asked), answered)
-        if cut_off and self._unanswered == LOST:
+        if cut_off and self._unanswered_calls == LOST:
             others = f"only {answered} of {len(asked)} others do"
             say(f"{self._duty.driver} does not answer, but {others}: this machine may be cut off")
         return not cut_off
 
-    def _tell_all(self) -> None:
+    def _report_loss(self) -> None:
+        """Send the message to each receiver, unless another deputy does."""
         lower = any_answers(self._duty.nodes[: self._duty.own])
         message = self._message()
         for name in self._duty.receivers:
@@ -184,7 +191,7 @@ class Deputy:
 
 
 def machine_answers(raylet: Raylet) -> bool:
-    """Return whether a machine answers at all; that nobody listens there is an answer, too."""
+    """Return whether a machine answers; a refused connection is an answer, too."""
     try:
         socket.create_connection((raylet.ip, raylet.port), CALL_S).close()
     except ConnectionError:
@@ -195,22 +202,23 @@ def machine_answers(raylet: Raylet) -> bool:
 
 
 def answering(raylets: Sequence[Raylet]) -> list[bool]:
-    """Return for each machine whether it answers; MAX_ASKED of them are called at a time."""
+    """Return for each machine whether it answers; call MAX_ASKED of them at a time."""
     with ThreadPoolExecutor(MAX_ASKED) as pool:
         return [*pool.map(machine_answers, raylets)]
 
 
 def any_answers(raylets: Sequence[Raylet]) -> bool:
-    """Return whether one of these machines answers."""
+    """Return whether any of these machines answers."""
     parts = (raylets[first : first + MAX_ASKED] for first in range(0, len(raylets), MAX_ASKED))
     return any(any(answering(part)) for part in parts)
 
 
 def claim_message(folder: Path, name: str, ledger_id: str) -> Claim:
-    """Claim the right to tell a receiver, by a file in the run folder that one machine can create.
+    """Claim the right to send the message, by a file in the run folder that one machine can create.
 
-    `name`: webhook or command. `ledger_id`: the id of its ledger; with another one this is another
-    folder. The run that resumes this one then does not tell it again.
+    `name`: webhook or command. `ledger_id`: the id of the receiver's ledger; a ledger with another
+    id is in another folder with the same path. The ledger then has the message, so that a run that
+    resumes this one does not send it again.
     """
     ledger = Ledger.read(folder, name)
     if ledger.id != ledger_id:
@@ -230,7 +238,7 @@ def claim_message(folder: Path, name: str, ledger_id: str) -> Claim:
 
 
 def claimed_in_time(folder: Path, name: str, ledger_id: str) -> Claim:
-    """Return what `claim_message` does; "" if the storage does not answer within STORAGE_S."""
+    """Return what `claim_message` returns; "" if the storage does not answer within STORAGE_S."""
     found: list[Claim] = []
     thread = threading.Thread(
         target=lambda: found.append(claim_message(folder, name, ledger_id)), daemon=True
@@ -241,7 +249,7 @@ def claimed_in_time(folder: Path, name: str, ledger_id: str) -> Claim:
 
 
 def enter_folder(path: str) -> None:
-    """Make this the current folder, if it is there and nobody else can have made it here."""
+    """Make this the current folder, if it exists here and no other user could have created it."""
 
     def enter() -> None:
         with suppress(OSError):
@@ -254,20 +262,20 @@ def enter_folder(path: str) -> None:
 
 
 def say(*texts: Any) -> None:
-    """Print to the log of the Ray worker that started this process."""
+    """Print to standard error: the log of the Ray worker that started this process."""
     print("raydist, deputy:", *texts, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Leave the agents' process, read the duty, and do it."""
+    """Detach from the agents' process, read the duty, and carry it out."""
     if os.fork():
         os._exit(0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)
-    os.dup2(2, 1)  # what a command prints
-    "".encode("idna")  # a lookup of a name imports it, maybe from a disk that is lost by then
+    os.dup2(2, 1)  # the output of a command goes to the log
+    "".encode("idna")  # a name lookup imports it, perhaps from a disk that is lost by then
     lines = AgentLines()
     first = b""
     while not first and not lines.left:
@@ -281,4 +289,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # a thread may wait for a dead file server
+    os._exit(0)  # a thread may block on a dead file server

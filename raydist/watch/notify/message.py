@@ -24,7 +24,7 @@ VERBS = {
     "finished": "has finished",
     "stopped": "was stopped",
 }
-"""The end of a message's title, by its event."""
+"""By event: the verb of the message's title."""
 DIED = (
     "the driver ended without a result: it was killed, ran out of memory, or was interrupted twice"
 )
@@ -35,25 +35,25 @@ class RunMessage:
     """One message about a run; its fields are those of the JSON."""
 
     event: str
-    """failed, hung, slow, finished, stopped."""
+    """failed, hung, slow, finished or stopped."""
     run: str
     """NAME/FOLDER."""
     cause: str
     """What happened first, on one line; empty if all went well."""
     todo: str
-    """What to do now, on one line; empty if nothing."""
+    """What to do now, on one line; empty if there is nothing to do."""
     host: str
     """The driver's machine."""
     dir: str
-    """The run folder there."""
+    """The run folder on that machine."""
     page: str
-    """The page of the failure in that folder; empty if there is none."""
+    """The path of the failure's page in that folder; empty if there is none."""
     t: float
     """When it happened, in seconds since the epoch."""
     duration_s: float
     """Seconds since the run began."""
     goodput: float | None
-    """Time in training steps that counted, as a fraction of that; None if it is not known."""
+    """The fraction of that time that was spent in steps that counted; None if it is unknown."""
 
     @property
     def title(self) -> str:
@@ -61,7 +61,7 @@ class RunMessage:
 
     @property
     def lines(self) -> list[str]:
-        """All but the title, for a person."""
+        """The text of the message without its title."""
         rows = {
             "cause": self.cause,
             "what to do": self.todo,
@@ -72,17 +72,17 @@ class RunMessage:
         return [f"{name}: {value}" for name, value in rows.items() if value]
 
     def as_json(self) -> str:
-        """Return all fields, with the title and the whole text."""
+        """Return all fields as JSON, with the title and the whole text."""
         text = "\n".join([self.title, *self.lines])
         return json.dumps({**asdict(self), "title": self.title, "text": text})
 
     def as_slack(self) -> str:
-        """Return the message in the form of Slack's incoming webhooks."""
+        """Return the JSON of Slack's incoming webhooks."""
         body = "\n".join([f"*{escaped(self.title)}*", *map(escaped, self.lines)])
         return json.dumps({"text": body})
 
     def variables(self) -> Mapping[str, str]:
-        """Return the variables for a command."""
+        """Return the environment variables for a command."""
         parts = {
             "EVENT": self.event,
             "RUN": self.run,
@@ -95,7 +95,7 @@ class RunMessage:
 
 
 def escaped(text: str) -> str:
-    """Escape the three characters that control Slack's texts."""
+    """Escape the three characters that have a meaning in Slack's texts."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -109,7 +109,7 @@ class About:
 
 
 class Messages:
-    """The messages that follow from the events of a run, in the order of the events."""
+    """Turns the events of a run into messages, in the order of the events."""
 
     def __init__(self, about: About) -> None:
         self._about = about
@@ -118,13 +118,13 @@ class Messages:
     def add(self, happened: Event) -> RunMessage | None:
         """Process one event; return the message that follows from it, if any."""
         self._figures.add(happened)
-        watched = self._about.dir
+        folder = self._about.dir
         match happened:
             case kinds.Hang():
-                todo = f"raydist stacks {watched} shows where each rank is"
+                todo = f"raydist stacks {folder} shows where each rank is"
                 return self._message("hung", happened.t, happened.text, todo)
             case kinds.Slow():
-                todo = f"raydist ranks {watched} compares the ranks"
+                todo = f"raydist ranks {folder} compares the ranks"
                 return self._message("slow", happened.t, happened.text, todo)
             case kinds.Result(status="stopped"):
                 cause = f"stopped by {signal_name(happened.signal)}"
@@ -174,15 +174,15 @@ class LastSign:
     """What another machine of the run knows when that of the driver is lost."""
 
     address: str
-    """Of the driver's machine."""
+    """The address of the driver's machine."""
     heard_at: float
-    """When the driver was heard for the last time, in seconds since the epoch."""
+    """When the last message of the driver arrived, in seconds since the epoch."""
     step: int
     """The newest step then; 0 if none is known."""
     passed_s: float
     """Seconds since the run began."""
     teller: str
-    """The machine that tells."""
+    """The machine that sends the message."""
 
 
 def machine_lost(about: About, sign: LastSign) -> RunMessage:
@@ -207,11 +207,11 @@ def machine_lost(about: About, sign: LastSign) -> RunMessage:
 
 
 def to_continue(folder: str) -> str:
-    """Return how a person continues the run of this folder."""
+    """Return a text that tells how to continue the run of this folder."""
     return f"to continue: the same command with resume={folder}"
 
 
 def shortened(cause: str) -> str:
-    """Return a cause on one line of at most LONGEST characters."""
+    """Return a cause as one line of at most LONGEST characters."""
     one_line = flat(cause)
     return one_line if len(one_line) <= LONGEST else f"{one_line[: LONGEST - 3]}..."

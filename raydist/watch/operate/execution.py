@@ -1,4 +1,4 @@
-"""Runs a command beside ranks, and passes its input, output, signals and end on. (driver)"""
+"""Runs a command alongside ranks; relays its input, output, signals and exit codes. (driver)"""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.records import record
 
 PATIENCE_S = 1.0
-"""Seconds that an agent waits for output until it replies without any."""
+"""Seconds after which an agent replies even if the command has printed nothing."""
 
 
 class Bell(AbstractContextManager["Bell"]):
-    """Wakes a thread that waits for a connection once a call to an agent is done."""
+    """Wakes the thread that waits for the connection when a call to an agent is done."""
 
     def __init__(self) -> None:
         self.sock, self._rings = socket.socketpair()
@@ -52,12 +52,12 @@ class Bell(AbstractContextManager["Bell"]):
             sock.setblocking(False)
 
     def ring(self, _: Future[Any]) -> None:
-        """Wake the thread. The call may be done after the block: then nobody waits."""
-        with contextlib.suppress(OSError):
+        """Wake the thread."""
+        with contextlib.suppress(OSError):  # the call was done only after the `with` block
             self._rings.send(b"\0")
 
     def quiet(self) -> None:
-        """Forget what has rung."""
+        """Discard the rings so far."""
         with contextlib.suppress(OSError):
             self.sock.recv(1 << 12)
 
@@ -67,21 +67,26 @@ class Bell(AbstractContextManager["Bell"]):
 
 
 class Execution:
-    """One command beside some ranks."""
+    """One command, run alongside one or several ranks."""
 
     def __init__(self, group: WorkerGroup, connection: CommandLink) -> None:
         self._group, self._connection = group, connection
         self._pids: dict[int, int] = {}
-        """By rank: the processes that have not ended."""
+        """By rank: the command's process, until it has ended."""
         self._reads: dict[Future[CommandOutput], int] = {}
+        """The open ReadCommand calls, each with its rank."""
         self._input: deque[TypedInput] = deque()
-        """What no agent has got yet. The other end limits it: it waits for InputTaken."""
+        """Input that no agent has got yet; little, because the sender waits for InputTaken."""
         self._write: tuple[Future[None], int] | None = None
-        """The call with input, and its bytes."""
+        """The open WriteCommand call, and its number of bytes."""
         self.codes: dict[int, int] = {}
+        """By rank: the exit code of the command."""
 
     def run(self, ranks: Sequence[int], request: RunCommand) -> None:
-        """Run the command to its end on each rank. OSError: the person has gone; it is ended."""
+        """Run the command to its end alongside each rank.
+
+        Raises OSError if the connection is closed; the command is then ended.
+        """
         calls = {rank: self._group.call(rank, request) for rank in ranks}
         wait(calls.values(), timeout=ANSWER_S)
         for rank, call in calls.items():
@@ -95,7 +100,7 @@ class Execution:
                     self._read(rank, bell)
                 while self._pids:
                     self._connection.wait(bell.sock)
-                    bell.quiet()
+                    bell.quiet()  # before the futures are examined: later rings wake it again
                     while self._take_message():
                         pass
                     self._pass_input(bell)
@@ -111,7 +116,7 @@ class Execution:
         call.add_done_callback(bell.ring)
 
     def _take_message(self) -> bool:
-        """Pass a message of the person on; return whether there was one."""
+        """Handle a message from the command line; return whether there was one."""
         try:
             message = self._connection.receive(0.0)
         except TimeoutError:
@@ -133,7 +138,7 @@ class Execution:
                     self._group.call(rank, ResizeCommand(pid, rows, columns))
 
     def _pass_input(self, bell: Bell) -> None:
-        """Give the command the next input once it has room for it."""
+        """Send the next input to the agent once the command has read the previous one."""
         if self._write is not None:
             call, size = self._write
             if not call.done():
@@ -151,7 +156,7 @@ class Execution:
     def _take_output(self, rank: int, call: Future[CommandOutput], bell: Bell) -> None:
         try:
             output = call.result()
-        except Exception as error:  # the agent is gone, or the rank was started again
+        except Exception as error:  # the agent is gone, or the rank was restarted
             del self._pids[rank]
             self._end(rank, 126, last_line(error))
             return
@@ -177,9 +182,9 @@ def run_for_ranks(
     request: Execute,
     connection: CommandLink,
 ) -> None:
-    """Run a command beside these ranks, and record its name and its exit codes.
+    """Run a command alongside these ranks, and record its name and its exit codes.
 
-    Neither its arguments nor its input or output are recorded: they may contain secrets.
+    Its arguments, input and output are not recorded, because they may contain secrets.
     """
     execution = Execution(group, connection)
     size = (request.rows, request.columns)
