@@ -138,15 +138,15 @@ def seen(
 ) -> Seen:
     """What a run tells of a fault at the time `struck`. `done`: steps of rank 0; `ended`: when its
     command did."""
-    told = [each for each in events if each.t > struck and each.kind in NAMES]
+    reports = [each for each in events if each.t > struck and each.kind in NAMES]
     newest, at, pause = -1, struck, 0.0
     for when, step, _ in done:
         if step > newest:
             if when > struck:
                 pause = max(pause, when - at)
             newest, at = step, max(when, struck)
-    named = told[0].t - struck if told else float("nan")
-    return Seen(named, pause, ended - at, code, described(told[0]) if told else "nothing")
+    named = reports[0].t - struck if reports else float("nan")
+    return Seen(named, pause, ended - at, code, described(reports[0]) if reports else "nothing")
 
 
 def described(event: Event) -> str:

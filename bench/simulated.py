@@ -70,7 +70,7 @@ class SimulatedAgent:
     """Answers as the agent of a rank that makes a step in STEP_S."""
 
     def __init__(self) -> None:
-        self.rank, self.started, self.told = -1, 0.0, 0
+        self.rank, self.started, self.reported_step = -1, 0.0, 0
         self.end: RankEnd | None = None
         self.due = asyncio.Event()
         """There is news that the driver should have now."""
@@ -98,7 +98,7 @@ class SimulatedAgent:
             case IsOpen():
                 return True
             case StartRank():
-                self.rank, self.started, self.told, self.end = (
+                self.rank, self.started, self.reported_step, self.end = (
                     request.rank,
                     time.monotonic(),
                     0,
@@ -150,18 +150,18 @@ class SimulatedAgent:
         if self.end is None:
             self.due.clear()
         events: list[Event] = []
-        if not self.told:
+        if not self.reported_step:
             events += [
                 kinds.Joined(rank=self.rank, pid=1000 + self.rank),
                 kinds.Begin(rank=self.rank),
             ]
-        step = max(self.step(), self.told + 1) if ORDERS.hasty else self.step()
-        first = self.told + 1 if self.rank == 0 else step  # of other ranks only the newest
+        step = max(self.step(), self.reported_step + 1) if ORDERS.hasty else self.step()
+        first = self.reported_step + 1 if self.rank == 0 else step  # of other ranks only the newest
         for each in range(max(first, 1), step + 1):
             events.append(
                 kinds.Report(rank=self.rank, step=each, values={"loss": 0.123456789, "lr": 0.001})
             )
-        self.told = max(step, 1)
+        self.reported_step = max(step, 1)
         beat = self.beat()
         return RankNews(
             [each.to_json() for each in events],

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STEPS, WARM, BATCH = (6, 2, 4) if SMALL else (600, 30, 32)
 
 
-def train(told: bool) -> float:
+def train(reports: bool) -> float:
     """On a rank: steps per second after the warm-up."""
     import torch
     from torch import nn
@@ -45,7 +45,7 @@ def train(told: bool) -> float:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if told:
+        if reports:
             raydist.report(step=step + 1, steps=STEPS + WARM, loss=loss.item())
         else:
             loss.item()
@@ -122,5 +122,5 @@ if __name__ == "__main__":  # a rank of torchrun
     import torch.distributed as dist
 
     join_torchrun()
-    Path(sys.argv[1], os.environ["RANK"]).write_text(str(train(told=False)))
+    Path(sys.argv[1], os.environ["RANK"]).write_text(str(train(reports=False)))
     dist.destroy_process_group()

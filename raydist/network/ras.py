@@ -162,8 +162,8 @@ def _describe(found: RasCommunicator, rank_of: Callable[[str, int], int | None])
             by_count.setdefault(each.counts.get(kind, 0), []).append(each)
         if len(by_count) > 1:
             groups = sorted(by_count.items(), key=lambda group: (-len(group[1]), -group[0]))
-            said = [f"{_named(own, rank_of)} launched {count}" for count, own in groups]
-            lines.append(f"{kind}: {', '.join(said)}")
+            counts = [f"{_named(own, rank_of)} launched {count}" for count, own in groups]
+            lines.append(f"{kind}: {', '.join(counts)}")
     where = f"communicator of {_named(found.ranks, rank_of)}: "
     return [where + line for line in lines]
 
@@ -185,8 +185,8 @@ def _lines_of_text(text: str, file: str) -> list[str]:
     if not all(section in lines for section in SECTIONS):
         return [f"{file} has its answer, which raydist does not understand"]
     below = lines[lines.index(SECTIONS[0]) :]
-    said = [line for line in below if line and line not in SECTIONS and line.strip("=")]
-    return _limited(said, file) or ["it sees no error, and no mismatch between ranks"]
+    report = [line for line in below if line and line not in SECTIONS and line.strip("=")]
+    return _limited(report, file) or ["it sees no error, and no mismatch between ranks"]
 
 
 def _limited(lines: list[str], file: str) -> list[str]:

@@ -436,10 +436,10 @@ class RankProcess:
         failed = self.reports.raised or end.code or end.signal
         if end.stop_requested or not failed:
             return "; ".join(self.reports.xids.lines(faults_only=True))
-        said = self.reports.xids.lines()
+        lines = self.reports.xids.lines()
         if self.reports.raised or end.signal != signal.SIGKILL:
-            said.append(await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True))
-        return "; ".join(filter(None, said))
+            lines.append(await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True))
+        return "; ".join(filter(None, lines))
 
 
 async def end_earlier(processes: Sequence[ProcessId]) -> None:

@@ -111,7 +111,7 @@ class AgentCalls:
             self._events.add(kinds.Warning(rank=rank, text=text))
         return new
 
-    def none_is_heard(self, running: Collection[int], some_ended: bool) -> bool:
+    def none_answers(self, running: Collection[int], some_ended: bool) -> bool:
         """Return whether no running rank's agent answers.
 
         The run waits longer for that if no rank has ended: all ranks may well continue.

@@ -196,7 +196,7 @@ class Supervisor:
         if (
             silent
             and not self._stopping
-            and (self._agents.none_is_heard(running, bool(self.ends)) or self._hangs.stalled())
+            and (self._agents.none_answers(running, bool(self.ends)) or self._hangs.stalled())
         ):
             self._agents.reach(running.intersection(silent))
 

@@ -32,11 +32,11 @@ def check_task(environ: Mapping[str, str]) -> None:
         if task
         else "this shell of salloc is on none of the allocation's nodes"
     )
-    typed = f"sbatch --nodes={nodes} deploy/slurm/train.sbatch"
+    batch = f"sbatch --nodes={nodes} deploy/slurm/train.sbatch"
     raise ConfigError(
-        f"Slurm: {cause}; for one run on all nodes type `{typed} SETTING=VALUE …` (docs/slurm.md), "
+        f"Slurm: {cause}; for one run on all nodes type `{batch} SETTING=VALUE …` (docs/slurm.md), "
         "for a run on one node `srun --nodes=1 --ntasks=1 COMMAND`",
         "srun",
         tasks,
-        typed,
+        batch,
     )

@@ -199,9 +199,9 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
         *summary["overrides"],
         *(text for text in overrides if Override.parse(text).key != "sweep.resume"),
     ]
-    typed = {each.key for each in parsed}
+    new_keys = {each.key for each in parsed}
     for key in unsaved:
-        if key not in typed:
+        if key not in new_keys:
             raise ConfigError.of(
                 key, None, "it has a secret, which is not saved; type it again", f"{key}=VALUE"
             )

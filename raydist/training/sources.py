@@ -471,26 +471,26 @@ def has_part(stream: Any, kind: type) -> bool:
 
 def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
     """List what this source does not promise, or what it costs, in a few words each."""
-    said = []
+    found = []
     if deal.kind == "ray":
         return ["the order of Ray Data cannot be reproduced: a resumed run starts the epoch again"]
     if world_size > 1:
         if deal.kind == "stream":
-            said.append(
+            found.append(
                 f"each of {world_size} ranks reads all of it, and takes its part of each batch"
             )
         else:
-            said.append("with another number of ranks the epoch starts again")
+            found.append("with another number of ranks the epoch starts again")
         if type(getattr(train, "sampler", None)).__name__ in ("RandomSampler", "SequentialSampler"):
-            said.append(
+            found.append(
                 "each rank goes through all of its data set (a DistributedSampler gives it its "
                 "part)"
             )
     if not deal.stateful:
-        said.append("a resumed run reads the epoch again up to its position")
+        found.append("a resumed run reads the epoch again up to its position")
     if deal.loading is not None and deal.loading.workers > 1:
-        said.append("data.workers: one worker of each rank reads it")
-    return said
+        found.append("data.workers: one worker of each rank reads it")
+    return found
 
 
 def of_datasets(train: Any) -> bool:

@@ -138,12 +138,12 @@ class TrainingState:
     def keep_changes(self, position: State) -> None:
         """Change the settings that had been changed when the state with this position was kept.
 
-        A run for which another value was typed than for that one has the typed value.
+        If this run sets another value than that one did, its own value stays.
         """
         changed: dict[str, list[Number]] = position.get("changed", {})
         known = {name: pair for name, pair in changed.items() if name in CHANGEABLE}
         if same := {
-            name: now for name, (typed, now) in known.items() if value_of(self.job, name) == typed
+            name: now for name, (first, now) in known.items() if value_of(self.job, name) == first
         }:
             self.change(same)
 

@@ -171,14 +171,14 @@ class TrackerProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            self._warned |= "warning" in said
-            self._variables.update(said.get("variables", {}))
-            if "warning" in said:
-                self._events.warn(said["warning"])
-            if "track" in said:
-                self._events.add(kinds.Track(text=said["track"]))
-            if "ready" in said:
+            message = json.loads(line)
+            self._warned |= "warning" in message
+            self._variables.update(message.get("variables", {}))
+            if "warning" in message:
+                self._events.warn(message["warning"])
+            if "track" in message:
+                self._events.add(kinds.Track(text=message["track"]))
+            if "ready" in message:
                 self._ready.set()
         self._ready.set()
 

@@ -78,7 +78,7 @@ def test_the_page_of_the_last_failure_and_the_time_are_told() -> None:
     (told,) = filter(None, map(of.add, (*BEGIN, FAILURE, RESTART, FAILURE, FAILED)))
     assert told.page == "/runs/mine/x/blame-4.txt"  # two are of an earlier run
     assert told.title == "mine/x failed after 1:15"
-    died = of.died(200.0)
+    died = of.driver_died(200.0)
     assert (died.event, died.duration_s) == ("failed", 200.0)
     assert "driver" in died.cause
 

@@ -126,22 +126,22 @@ class QueuedTurn(Turn):
                 store.remove_entry(self._own.id)
 
     def wait(self) -> None:
-        said = ""
+        last_reason = ""
         began = time.monotonic()
         while not (verdict := self._look()).start:
             for id in verdict.asks:
                 with contextlib.suppress(Exception):  # the GCS does not answer: the next look asks
                     store.request_way(id, f"{self._job.name} of {self._own.owner}")
-            if (reason := why_waiting(verdict)) != said:
+            if (reason := why_waiting(verdict)) != last_reason:
                 self._events.add(kinds.Wait(text=f"in the queue: {reason}"))
-            said = reason
+            last_reason = reason
             until = time.monotonic() + (FIRST_S if verdict.first else LATER_S)
             while time.monotonic() < until:
                 signals.raise_again()
                 time.sleep(FIRST_S / 2)
         self._change(state=PLACING)
         self._began = time.monotonic()
-        self.waited_s += self._began - began if said else 0.0
+        self.waited_s += self._began - began if last_reason else 0.0
 
     def check(self) -> None:
         if time.monotonic() - self._began > TRY_S and not self._look().start:
@@ -187,14 +187,14 @@ class QueuedTurn(Turn):
             return Verdict(False, f"paused by {by}; type: raydist queue resume {self._own.name}")
         found = store.read_all()
         others = [each for each in found.entries if each.id != self._own.id]
-        heard = [each for each in others if self._is_heard(each)]
+        alive = [each for each in others if self._is_alive(each)]
         # A silent run keeps its room and cannot be asked to make way.
-        requests = found.requests.keys() & {each.id for each in heard}
+        requests = found.requests.keys() & {each.id for each in alive}
         cluster = seen_cluster(self._job)
-        verdicts = order.order_runs([*heard, self._own], cluster, requests, time.time())
+        verdicts = order.order_runs([*alive, self._own], cluster, requests, time.time())
         return verdicts[self._own.id]
 
-    def _is_heard(self, entry: Entry) -> bool:
+    def _is_alive(self, entry: Entry) -> bool:
         """Return whether the driver of an entry has shown that it is alive and not stopped."""
         now = time.monotonic()
         beat, since = self._beats.get(entry.id, (-1, now))

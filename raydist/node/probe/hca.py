@@ -221,9 +221,9 @@ def _providers(folders: list[Path], root: Path) -> Iterator[str]:
 
 def library_folders(environ: Mapping[str, str], root: Path) -> list[Path]:
     """Return where the loader looks for libraries, LD_LIBRARY_PATH first."""
-    said = [
+    own = [
         folder.lstrip("/")
         for folder in environ.get("LD_LIBRARY_PATH", "").split(":")
         if folder.startswith("/")
     ]
-    return [root / folder for folder in (*said, *LIBRARIES)]
+    return [root / folder for folder in (*own, *LIBRARIES)]

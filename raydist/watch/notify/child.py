@@ -58,7 +58,7 @@ class Notifier:
         if self._life.end_was_announced():  # the result is missing because the disk is full
             self._warn("no message about the end of the run: it is not in events.jsonl")
         else:
-            self._send(self._messages.died(time.time()))
+            self._send(self._messages.driver_died(time.time()))
 
     def _take(self, happened: Event) -> None:
         """Process one event; skip one that cannot be processed, with a warning."""

@@ -152,12 +152,12 @@ class Deputy:
 
     def _is_lost(self) -> bool:
         """Return whether the driver's machine is lost, and this one is not just cut off."""
-        asked = others_to_ask(self._duty.nodes, self._duty.own)
-        answered = sum(answering(asked))
-        cut_off = is_cut_off(len(asked), answered)
+        others = others_to_ask(self._duty.nodes, self._duty.own)
+        answered = sum(which_answer(others))
+        cut_off = is_cut_off(len(others), answered)
         if cut_off and self._unanswered_calls == LOST:
-            others = f"only {answered} of {len(asked)} others do"
-            say(f"{self._duty.driver} does not answer, but {others}: this machine may be cut off")
+            count = f"only {answered} of {len(others)} others do"
+            say(f"{self._duty.driver} does not answer, but {count}: this machine may be cut off")
         return not cut_off
 
     def _report_loss(self) -> None:
@@ -165,7 +165,7 @@ class Deputy:
         lower = any_answers(self._duty.nodes[: self._duty.own])
         message = self._message()
         for name in self._duty.receivers:
-            mine = claimed_in_time(Path(self._duty.folder), name, self._duty.ledgers[name])
+            mine = claim_in_time(Path(self._duty.folder), name, self._duty.ledgers[name])
             if tells(mine, lower):
                 say(message.title, message.cause)
                 self._deliver(name, message)
@@ -201,7 +201,7 @@ def machine_answers(raylet: Raylet) -> bool:
     return True
 
 
-def answering(raylets: Sequence[Raylet]) -> list[bool]:
+def which_answer(raylets: Sequence[Raylet]) -> list[bool]:
     """Return for each machine whether it answers; call MAX_ASKED of them at a time."""
     with ThreadPoolExecutor(MAX_ASKED) as pool:
         return [*pool.map(machine_answers, raylets)]
@@ -210,7 +210,7 @@ def answering(raylets: Sequence[Raylet]) -> list[bool]:
 def any_answers(raylets: Sequence[Raylet]) -> bool:
     """Return whether any of these machines answers."""
     parts = (raylets[first : first + MAX_ASKED] for first in range(0, len(raylets), MAX_ASKED))
-    return any(any(answering(part)) for part in parts)
+    return any(any(which_answer(part)) for part in parts)
 
 
 def claim_message(folder: Path, name: str, ledger_id: str) -> Claim:
@@ -237,7 +237,7 @@ def claim_message(folder: Path, name: str, ledger_id: str) -> Claim:
     return "mine"
 
 
-def claimed_in_time(folder: Path, name: str, ledger_id: str) -> Claim:
+def claim_in_time(folder: Path, name: str, ledger_id: str) -> Claim:
     """Return what `claim_message` returns; "" if the storage does not answer within STORAGE_S."""
     found: list[Claim] = []
     thread = threading.Thread(

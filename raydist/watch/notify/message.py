@@ -130,18 +130,18 @@ class Messages:
                 cause = f"stopped by {signal_name(happened.signal)}"
                 return self._message("stopped", happened.t, cause, self._resume())
             case kinds.Result(status="failed"):
-                return self._failed(happened)
+                return self._run_failed(happened)
             case kinds.Result():
                 return self._message("finished", happened.t, "", "")
         return None
 
-    def died(self, now: float) -> RunMessage:
+    def driver_died(self, now: float) -> RunMessage:
         """Return the message about the driver's death. `now`: in seconds since the epoch."""
         self._figures.ended_at = now
         todo = "find out what ended it: dmesg, the batch system, a closed session"
         return self._message("failed", now, DIED, f"{todo}; {self._resume()}")
 
-    def _failed(self, result: kinds.Result) -> RunMessage:
+    def _run_failed(self, result: kinds.Result) -> RunMessage:
         """Return the message about a run that failed; it has a page if a rank failed."""
         cause = (result.failure or result.error).partition("\n")[0]
         if not result.cause:

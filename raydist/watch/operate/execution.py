@@ -146,10 +146,10 @@ class Execution:
             self._write = None
             self._connection.send(InputTaken(size))
         if self._input and self._pids:
-            typed = self._input.popleft()
-            data = typed.text.encode("utf-8", "surrogateescape")
+            message = self._input.popleft()
+            data = message.text.encode("utf-8", "surrogateescape")
             ((rank, pid),) = self._pids.items()
-            call = self._group.call(rank, WriteCommand(pid, data, typed.last))
+            call = self._group.call(rank, WriteCommand(pid, data, message.last))
             self._write = (call, len(data))
             call.add_done_callback(bell.ring)
 

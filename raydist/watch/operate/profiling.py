@@ -92,10 +92,10 @@ def prepare_ranks(group: WorkerGroup, ranks: Sequence[int], name: str, memory: b
     """Have all ranks load the profiler. LaunchError: one can't be profiled, and why."""
     calls = {rank: group.call(rank, PrepareProfile(name, memory)) for rank in ranks}
     wait(calls.values(), timeout=longest(PREPARE_S, len(calls)))
-    said = {rank: reply_or_error(call) for rank, call in calls.items()}
-    if silent := [rank for rank, why in said.items() if why is None]:
+    replies = {rank: reply_or_error(call) for rank, call in calls.items()}
+    if silent := [rank for rank, why in replies.items() if why is None]:
         raise LaunchError(agreement.no_answer(silent))
-    refused = {rank: why for rank, why in said.items() if why}
+    refused = {rank: why for rank, why in replies.items() if why}
     if refused:
         why = next(iter(refused.values()))
         which = name_ranks([rank for rank, each in refused.items() if each == why])

@@ -288,12 +288,12 @@ def follow_run(kind: Callable[[Task, Say, Life], Follows], end_s: float) -> None
     os.nice(10)
     with open(0, "rb", buffering=0, closefd=False) as file:  # a buffer would take what follows
         task = Task(**json.loads(file.readline()))
-    said = os.fdopen(os.dup(1), "w", buffering=1)
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def say(**facts: Any) -> None:
         with suppress(OSError):  # the driver is gone
-            print(json.dumps(facts), file=said)
+            print(json.dumps(facts), file=pipe)
 
     life = Life(task.name, say, end_s)
     life.start()

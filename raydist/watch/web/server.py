@@ -181,20 +181,20 @@ class PageServer:
 
     async def _sweep_news(self, viewer: SweepViewer) -> AsyncIterator[tuple[str, str]]:
         sent = ""
-        said = -math.inf
-        looked = -math.inf
+        silence_sent_at = -math.inf
+        curves_sent_at = -math.inf
         while True:
             section = await viewer.sweep.section()
             text, now = json.dumps(section, separators=(",", ":")), time.monotonic()
-            if text != sent or now - said > PING_S:
-                said = now
+            if text != sent or now - silence_sent_at > PING_S:
+                silence_sent_at = now
                 yield "file", json.dumps({"silent_s": round(viewer.sweep.silent_s(), 1)})
             if text != sent:
                 sent = text
                 yield "sweep", text
-            if now - looked > CURVES_S:
+            if now - curves_sent_at > CURVES_S:
                 share, curves = await viewer.news(section["trials"], TURN_S)
-                looked = now if share == 1 else -math.inf
+                curves_sent_at = now if share == 1 else -math.inf
                 if curves:
                     yield "curves", json.dumps(curves, separators=(",", ":"))
             yield "", ""
@@ -208,7 +208,7 @@ class PageServer:
     async def _news(self, run: FollowedRun) -> AsyncIterator[tuple[str, str]]:
         viewer = Viewer(run)
         before = (0, 0)
-        said = -math.inf
+        silence_sent_at = -math.inf
         offered = ""
         while True:
             share = await run.catch_up()
@@ -216,8 +216,8 @@ class PageServer:
                 offered = buttons
                 yield "buttons", buttons
             has_news = (read := (run.files, run.read)) != before or share < 1
-            if has_news or time.monotonic() - said > PING_S:
-                said = time.monotonic()
+            if has_news or time.monotonic() - silence_sent_at > PING_S:
+                silence_sent_at = time.monotonic()
                 yield (
                     "file",
                     json.dumps({"silent_s": round(run.silent_s(), 1), "number": run.files}),
