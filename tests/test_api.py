@@ -30,7 +30,15 @@ MEMBERS = {
     "sharded": ("keep", "load"),
     "events": ("Event", "from_json"),
     "data": ("on_disk", "TokenFiles", "byte_pairs", "encode_together", "BytePairs"),
-    "models": ("MLP", "SmallCNN", "GPT", "build_model", "utilization", "samples_per_s"),
+    "models": (
+        "MLP",
+        "SmallCNN",
+        "GPT",
+        "build_model",
+        "utilization",
+        "samples_per_s",
+        "save_weights",
+    ),
 }
 """What users call of the public modules."""
 RETURNED = {"Rank": "worker.context", "End": "shared.outcome"}

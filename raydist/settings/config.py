@@ -269,6 +269,9 @@ class Train:
     accumulate: int = at_least(1, 1)
     """Forward and backward passes per optimizer step. With parallel=ddp gradients are reduced in
     the last one only; with fsdp and hsdp in each, so that a rank holds only its shards of them."""
+    weights: str = ""
+    """A safetensors file, or a folder with such files, that has the values with which the model
+    begins, on each node. Relative to the current folder; empty: the model's own."""
     clip: float | None = greater_than(0, None)
     """Maximum norm of the gradient; null: no clipping."""
     recompute: str = one_of("none", "blocks", "selective")

@@ -12,6 +12,8 @@ of it.
                           filled
     evaluation.py         Metrics over the test samples; each sample counts once, whatever the rank
                           count
+    export.py             Writes the weights of a model, also of one that is divided, to safetensors
+                          files
     flops.py              Model FLOPs utilization: a language model's operations and the peaks of
                           GPUs
     gpt.py                A language model of 1 M to 8 B parameters
@@ -53,4 +55,5 @@ of it.
     training_state.py     How far a training is, and its whole state: what is kept, saved and
                           continued
     waits.py              How long a rank waits for its data, and what to change if that is long
+    weights.py            Weights from safetensors files into a model, a part of it at a time
 """

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raydist.shared.errors import ConfigError
+from raydist.training.export import save_weights as save_weights
 from raydist.training.flops import utilization as utilization
 from raydist.training.gpt import GPT as GPT
 from raydist.worker.context import samples_per_s as samples_per_s

@@ -28,6 +28,7 @@ from raydist.shared.errors import ConfigError
 from raydist.training.blocks import find_blocks
 from raydist.training.heads import check_heads
 from raydist.training.meta import make_values, on_meta, take_values
+from raydist.training.weights import WeightFiles
 from raydist.worker import context
 from raydist.worker.backends import ddp
 from raydist.worker.backends.ddp import DDPComm
@@ -91,15 +92,17 @@ class ShardedComm(DDPComm):
             if self.shape.replicate == 1
             else self.everyone["replicate", "shard"]
         )
+        files = WeightFiles.of(self.job) if empty else None
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
         free = self.shape.pp == 1  # a stage is gathered once per step, not for each micro-batch
         for block in (each for each in blocks if each in here):
-            self._make(model, [*block.modules()], layers)
+            self._make(model, [*block.modules()], layers, files)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
             fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=free)
         # all of them on each stage: the model's own reset_parameters may draw one after another
-        self._make(model, [each for each in model.modules() if each not in inside], layers)
+        outside = [each for each in model.modules() if each not in inside]
+        self._make(model, outside, layers, files)
         take_values(part, model)
         # the loss is in fp32
         whole = MixedPrecisionPolicy(
@@ -120,9 +123,10 @@ class ShardedComm(DDPComm):
         model: torch.nn.Module,
         part: Sequence[torch.nn.Module],
         layers: Mapping[torch.nn.Module, ParallelStyle],
+        files: WeightFiles | None,
     ) -> None:
         """Create the values of these modules that are on meta, and divide layers by the tp plan."""
-        make_values(model, part, self.device, self.job.seed)
+        make_values(model, part, self.device, self.job.seed, files)
         for module in part:
             if module in layers:
                 parallelize_module(module, self.everyone["tp"], layers[module])

@@ -15,6 +15,7 @@ from raydist.training.evaluation import Metric, evaluate, same_buffers
 from raydist.training.meta import make_values, on_meta
 from raydist.training.model_call import tensors_in
 from raydist.training.recompute import recompute
+from raydist.training.weights import WeightFiles
 from raydist.worker import context
 from raydist.worker.backends import Comm
 
@@ -46,6 +47,21 @@ def speed_up_gpu(job: Job, device: torch.device) -> None:
     torch.backends.cudnn.benchmark = (train.cudnn_search or train.fast) and not job.deterministic
 
 
+def begin_weights(job: Job, model: torch.nn.Module, device: torch.device, sharded: bool) -> None:
+    """Give a model its first values where it has none, and those of `train.weights`.
+
+    One on meta that is to be divided gets them later, a block at a time.
+    """
+    files = WeightFiles.of(job)
+    if files is not None:
+        files.check(model)
+    if not on_meta(model):
+        if files is not None:
+            files.fill(model, model.modules())
+    elif not sharded:
+        make_values(model, [*model.modules()], device, job.seed, files)
+
+
 class RankModel:
     """The model, or the part of it, that one rank trains, with its optimizer."""
 
@@ -59,8 +75,7 @@ class RankModel:
         last = not comm.sharded and channels_last(job, model, device)  # shards are contiguous
         memory_format = torch.channels_last if last else torch.preserve_format
         self.copier = BatchCopier(device, memory_format)
-        if not comm.sharded and on_meta(model):
-            make_values(model, [*model.modules()], device, job.seed)
+        begin_weights(job, model, device, comm.sharded)
         # a part of a model is moved when it is sharded: the whole model may not fit on the device
         self.module = model if comm.sharded else model.to(device).to(memory_format=memory_format)
         # Pretrained models come in evaluation mode; otherwise the job has chosen the mode of each

@@ -41,6 +41,17 @@ def job(config):
     return raydist.fit(config, model=model, train=Rows(), test=Rows())
 """
 )
+TUNE = (
+    ROWS
+    + """
+def job(config):
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(SHAPE)
+    figures = raydist.fit(config, model=model, train=Rows())
+    raydist.models.save_weights(model, "tuned")
+    return figures
+"""
+)
 WORDS = (
     "job=mine.py",
     "scale=1x2",
@@ -79,3 +90,25 @@ def test_an_unmodified_model_trains(tmp_path: Path, division: str) -> None:
     metrics = program.result()["metrics"]
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["test_loss"] == pytest.approx(test_loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("division", ["ddp", "fsdp"])
+def test_a_pretrained_model_is_tuned_and_given_back(tmp_path: Path, division: str) -> None:
+    names: dict[str, Any] = {}
+    exec(ROWS, names)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(names["SHAPE"])
+    model.save_pretrained(tmp_path / "pretrained")
+    (tmp_path / "mine.py").write_text(TUNE)
+    program = Program(tmp_path, *WORDS, f"parallel={division}", "train.weights=pretrained")
+    assert program.wait() == 0, program.screen
+    rows = names["Rows"]()
+    loss, _ = by_hand(model, rows)
+    assert program.result()["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert program.events("warning") == []
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert type(tuned) is transformers.LlamaForCausalLM
+    with torch.no_grad():
+        found, known = (each(rows.tokens).logits for each in (tuned, model))
+    torch.testing.assert_close(found, known, atol=1e-3, rtol=1e-3)

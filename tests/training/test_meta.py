@@ -77,6 +77,48 @@ def test_a_module_that_cannot_make_its_values_is_named() -> None:
         make_values(model, [*model.modules()], CPU, 3)
 
 
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(shape)
+
+
+@pytest.mark.slow
+def test_models_of_transformers_make_their_values_in_their_own_way() -> None:
+    whole = llama()
+    with torch.device("meta"):
+        model, again = llama(), llama()
+    make_values(model, [*model.modules()], CPU, 3)
+    make_values(again, [*again.modules()], CPU, 3)
+    for (name, value), same in zip(model.named_parameters(), again.parameters(), strict=True):
+        known = whole.get_parameter(name)
+        assert torch.equal(value, same)
+        assert value.mean().item() == pytest.approx(known.mean().item(), abs=0.01), name
+        assert value.std().item() == pytest.approx(known.std().item(), abs=0.002), name
+    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_that_cannot_make_its_values_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):
+        model, again = llama(), llama()
+    kind = next(each for each in type(model).__mro__ if "_init_weights" in vars(each))
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "_init_weights", lambda self, module: None)
+        with pytest.raises(ConfigError, match="_init_weights makes no values for Embedding"):
+            make_values(model, [*model.modules()], CPU, 3)
+        patched.delattr(kind, "_init_weights")
+        with pytest.raises(ConfigError, match="is on meta and has no reset_parameters"):
+            make_values(again, [*again.modules()], CPU, 3)
+
+
 class Draws(nn.Linear):
     """It seeds by itself, by the rank: as GPUs of another kind, it draws other numbers than the
     same seed elsewhere."""

@@ -1,0 +1,213 @@
+"""Weights from safetensors files into models, whole and divided, and back. On real gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raydist
+from raydist import models
+from raydist.settings.config import Backend, Data, Job, Optim, Parallel, Train
+from raydist.training import export
+from raydist.training.export import final_names
+from raydist.training.weights import INDEX
+from raydist.worker import context
+from tests.ranks import RankResult, run_ranks, succeeded
+
+safetensors = pytest.importorskip("safetensors.torch")
+load_file, save_file = safetensors.load_file, safetensors.save_file
+SIZES: Any = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "hidden": 64}
+BASE = Job(
+    backend=Backend("gloo"),
+    data=Data(global_batch=8, shuffle=False),
+    optim=Optim("sgd", lr=0.1),
+    seed=5,
+)
+DIVISIONS = {
+    "ddp": Parallel(),
+    "fsdp": Parallel("fsdp"),
+    "tp": Parallel("fsdp", tp=2),
+    "pp": Parallel("fsdp", pp=2),
+}
+
+
+def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten().long())
+
+
+def pretrained(folder: Path, files: int = 1) -> dict[str, torch.Tensor]:
+    """Write the weights of a model as someone else has trained it; return them."""
+    torch.manual_seed(1)
+    values = {name: value.detach() for name, value in models.GPT(**SIZES).named_parameters()}
+    folder.mkdir()
+    names = [*values]
+    for number in range(files):
+        name = f"part-{number}.safetensors" if files > 1 else "model.safetensors"
+        part = {each: values[each] for each in names[number::files]}
+        save_file(part, folder / name, metadata={"format": "pt"})
+    if files > 1:
+        where = {each: f"part-{at % files}.safetensors" for at, each in enumerate(names)}
+        (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    return values
+
+
+def trained(job: Job, meta: bool = True) -> dict[str, float]:
+    """Train from the weights of the settings, and save them in the run folder."""
+    with torch.device("meta" if meta else "cpu"):
+        model = models.GPT(**SIZES)
+    drawn = torch.Generator().manual_seed(0)
+    text = torch.randint(256, (24, 17), generator=drawn, dtype=torch.uint8)
+    samples = TensorDataset(text[:, :-1], text[:, 1:])
+    figures = raydist.fit(job, model=model, train=samples, loss=next_token)
+    export.FILE_BYTES = 40_000
+    folder = models.save_weights(model, context.rank().run_dir / "weights")
+    assert folder == context.rank().run_dir / "weights"
+    return figures
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in a folder, as its index says."""
+    files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert {*files.values()} == {each.name for each in folder.glob("*.safetensors")}
+    found: dict[str, Any] = {name: load_file(folder / file) for name, file in files.items()}
+    return {name: tensors[name] for name, tensors in found.items()}
+
+
+@pytest.fixture(scope="module", params=DIVISIONS)
+def division(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The weights before and after three steps under a division, and what the ranks say."""
+    folder = tmp_path_factory.mktemp(request.param)
+    before = pretrained(folder / "pretrained", files=3)
+    train = Train(steps=3, weights=str(folder / "pretrained"))
+    job = replace(BASE, train=train, parallel=DIVISIONS[request.param])
+    results = succeeded(run_ranks(4, job, trained, folder))
+    return before, read(folder / "weights"), results
+
+
+def by_hand(before: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
+    """Return the weights after the same steps in a loop of one process, and the last loss."""
+    model = models.GPT(**SIZES)
+    model.load_state_dict(before, strict=False)  # the head is the embedding
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    drawn = torch.Generator().manual_seed(0)
+    text = torch.randint(256, (24, 17), generator=drawn, dtype=torch.uint8)
+    for number in range(0, len(text), 8):
+        batch = text[number : number + 8]
+        loss = next_token(model(batch[:, :-1]), batch[:, 1:])
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}, loss.item()
+
+
+def test_divided_models_begin_with_the_weights_and_give_them_back(division: Any) -> None:
+    before, after, results = division
+    known, loss = by_hand(before)
+    assert [each.value["loss"] for each in results] == [pytest.approx(loss, rel=1e-5)] * 4
+    assert known.keys() <= after.keys()
+    for name, value in known.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(before[name], after[name])
+    assert [each for result in results for each in result.kind("warning")] == []
+
+
+def test_a_whole_model_that_has_values_gets_those_of_the_files(tmp_path: Path) -> None:
+    before = pretrained(tmp_path / "pretrained")
+    job = replace(BASE, train=Train(steps=3, weights=str(tmp_path / "pretrained")))
+    (result,) = succeeded(run_ranks(1, job, lambda job: trained(job, meta=False), tmp_path))
+    known, loss = by_hand(before)
+    assert result.value["loss"] == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(read(tmp_path / "weights"), known, rtol=1e-5, atol=1e-6)
+
+
+def test_one_file_in_another_type(tmp_path: Path) -> None:
+    def save(job: Job) -> Any:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(2, 3))
+        model[2].weight = model[0].weight
+        models.save_weights(model, tmp_path / "saved", dtype=torch.bfloat16)
+        return model.state_dict()
+
+    state = succeeded(run_ranks(1, BASE, save, tmp_path))[0].value
+    found = load_file(tmp_path / "saved" / "model.safetensors")
+    assert [each.name for each in (tmp_path / "saved").iterdir()] == ["model.safetensors"]
+    assert found.keys() == state.keys() - {"2.weight"}
+    assert all(
+        torch.equal(value, state[name].bfloat16() if value.is_floating_point() else state[name])
+        for name, value in found.items()
+    )
+
+
+def begin(job: Job) -> str:
+    """Begin a training with the weights of the settings; return why that is refused."""
+    samples = TensorDataset(torch.zeros(8, 2), torch.zeros(8).long())
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    try:
+        raydist.fit(job, model=model, train=samples, loss=nn.functional.cross_entropy)
+    except raydist.ConfigError as error:
+        return error.message
+    return ""
+
+
+def beginning(path: Path, run_dir: Path) -> RankResult:
+    job = replace(BASE, train=Train(steps=1, weights=str(path)))
+    return succeeded(run_ranks(1, job, begin, run_dir))[0]
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    refusals = {}
+    for name, tensors in {
+        "names": {"layer.weight": torch.zeros(3, 2)},
+        "shape": {"0.weight": torch.zeros(2, 3)},
+    }.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+        refusals[name] = beginning(tmp_path / f"{name}.safetensors", tmp_path).value
+    (tmp_path / "damaged.safetensors").write_bytes(b"cut off")
+    for name in (".", "nowhere", "damaged.safetensors"):
+        refusals[name] = beginning(tmp_path / name, tmp_path).value
+    assert "it has layer.weight, the model has 0.weight, 0.bias, 1.weight" in refusals["names"]
+    assert "0.weight has the shape [2, 3], in the model it is [3, 2]" in refusals["shape"]
+    assert f"it has 3 files *.safetensors, but no {INDEX}" in refusals["."]
+    assert "there is no file or folder" in refusals["nowhere"]
+    assert "it cannot be read" in refusals["damaged.safetensors"]
+    assert all(refusal.startswith("train.weights=") for refusal in refusals.values())
+
+
+def test_what_only_one_of_them_has_is_a_warning(tmp_path: Path) -> None:
+    tensors = {"0.weight": torch.zeros(3, 2), "0.bias": torch.zeros(3), "head": torch.zeros(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    warnings = [each["text"] for each in beginning(tmp_path, tmp_path).kind("warning")]
+    assert [text.partition(" ")[2] for text in warnings] == [
+        "does not have these, which begin as without it: 1.weight, 1.bias",
+        "has these, which the model does not have: head",
+    ]
+
+
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def save(job: Job) -> str:
+        with pytest.raises(raydist.RaydistError) as error:
+            models.save_weights(nn.Linear(2, 2), tmp_path / "file" / "weights")
+        return str(error.value)
+
+    first, second = (each.value for each in succeeded(run_ranks(2, BASE, save, tmp_path)))
+    assert first == second
+    assert "could not be saved" in first
+    assert "rank 0: " in first
+
+
+def test_the_names_of_files() -> None:
+    assert final_names([1, 0]) == [["model.safetensors"], []]
+    assert final_names([2, 0, 1]) == [
+        ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"],
+        [],
+        ["model-00003-of-00003.safetensors"],
+    ]
