@@ -5,6 +5,7 @@ of it.
 
     blocks.py             The blocks of a model: the modules that are sharded and compiled one by
                           one
+    blueprint.py          A model as the job made it, without its values, to divide it once more
     checkpointer.py       How the states of a training are kept, saved and found again, by kind of
                           model
     data.py               The order of the samples, and each rank's share of every batch

@@ -135,7 +135,7 @@ def fit(
                 with suppress(RuntimeError):
                     checkpointer.catch_up()
 
-        return outlive(comm, order, train_on)
+        return outlive(comm, order, module, train_on)
 
 
 def check_stages(stages: int) -> None:

@@ -6,7 +6,11 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 from raydist.shared import kinds
+from raydist.training import sharded
+from raydist.training.blueprint import Blueprint, indivisible
 from raydist.training.data import Order
 from raydist.worker import context, torch_private
 from raydist.worker.backends import Comm
@@ -15,26 +19,29 @@ from raydist.worker.backends.ddp import DDPComm
 T = TypeVar("T")
 
 
-def outlive(comm: Comm, order: Order, train: Callable[[], T]) -> T:
+def outlive(comm: Comm, order: Order, model: torch.nn.Module, train: Callable[[], T]) -> T:
     """Return what `train` returns.
 
     If another rank is killed meanwhile, and this one can go back to the state that all have in
     memory, `train` is called again, in the next attempt of the job. It must make the same
-    collectives as in a new process.
+    collectives as in a new process. `model`: what it trains, not yet divided among the ranks.
     """
     in_place = context.current().in_place
     if in_place is None or not isinstance(comm, DDPComm):
         return train()
-    if why := unable(order):
+    if why := unable(order) or (undivided(comm, model) if comm.sharded else ""):
         in_place.why_not = why
         return train()
+    blueprint = Blueprint(model) if comm.sharded else None
 
     def meet_again() -> None:
         context.current().begin_again()
+        if blueprint is not None:
+            blueprint.restore()
         comm.meet(in_place)
         context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
 
-    return in_place.outlive(train, meet_again, no_common_state)
+    return in_place.outlive(train, meet_again, lambda: no_common_state(comm))
 
 
 def unable(order: Order) -> str:
@@ -54,14 +61,24 @@ def unable(order: Order) -> str:
     return ""
 
 
-def no_common_state() -> str:
+def undivided(comm: Comm, model: torch.nn.Module) -> str:
+    """Return why this model can't be divided among the ranks once more, empty if it can."""
+    if context.rank().device.type == "cuda":
+        return "a model in shards stays only on a CPU so far"
+    return indivisible(model)
+
+
+def no_common_state(comm: Comm) -> str:
     """Return why this rank has no state that all ranks have, empty if it has one.
 
-    A rank that has kept two states has seen all others make the step after the first one, before
-    which they kept it.
+    A rank that has kept two whole states has seen all others make the step after the first one,
+    before which they kept it.
     """
     current = context.current()
-    steps = current.buffer.steps if current.buffer is not None else {}
-    if len(steps) > 1 or current.common in steps:
-        return ""
-    return "no state of all ranks was in memory yet"
+    if comm.sharded:
+        sharded.leave()
+        has_one = current.common >= 0
+    else:
+        steps = current.buffer.steps if current.buffer is not None else {}
+        has_one = len(steps) > 1 or current.common in steps
+    return "" if has_one else "no state of all ranks was in memory yet"

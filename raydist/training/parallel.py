@@ -55,6 +55,11 @@ class ShardedComm(DDPComm):
         shape = self.shape
         return new_mesh(self.device.type, replicate=shape.replicate, shard=shape.shard, tp=shape.tp)
 
+    def release(self) -> None:
+        super().release()
+        for name in ("everyone", "mesh"):
+            vars(self).pop(name, None)
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         self.shard(model, self.prepare(model), model)
         return model
@@ -259,4 +264,6 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
     me = context.rank()
     shape = mesh_shape(job.parallel, me.world_size, me.local_world_size)
     with ddp.join(job, env) as comm:
-        yield ShardedComm(comm.settings, comm.device, job, shape)
+        yield ShardedComm(
+            comm.settings, comm.device, job, shape, listens=comm.listens, store=comm.store
+        )

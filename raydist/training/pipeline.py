@@ -66,6 +66,10 @@ class PipelineComm(ShardedComm):
         """The ranks of this stage: replicate x shard x tp."""
         return self.everyone["replicate", "shard", "tp"]
 
+    def release(self) -> None:
+        super().release()
+        self.tied.clear()
+
     def wrap(self, model: nn.Module) -> nn.Module:
         blocks, empty = self.prepare(model), on_meta(model)
         parts = stages.cut_model(model, blocks, self.shape.pp)
@@ -269,4 +273,4 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
         )
     with ddp.join(job, env) as comm:
         kind = PipelineComm if shape.pp > 1 else ShardedComm
-        yield kind(comm.settings, comm.device, job, shape)
+        yield kind(comm.settings, comm.device, job, shape, listens=comm.listens, store=comm.store)

@@ -331,6 +331,19 @@ def copied() -> bool:
     return ring is not None and ring.keeps and not ring.passed
 
 
+def leave() -> None:
+    """End the copies of an attempt that is over: its connections to other ranks are broken.
+
+    The next attempt keeps its states in a new ring.
+    """
+    current = context.current()
+    ring: Ring | None = current.sharded
+    current.sharded = None
+    if ring is not None:
+        current.final_waits.remove(ring.rest)
+        ring.leave()
+
+
 def copy_s() -> float:
     """Return how many seconds the last copy to the next node took."""
     ring: Ring | None = context.current().sharded
@@ -418,6 +431,11 @@ class Ring:
         if self._failed is not None:
             raise self._failed
 
+    def leave(self) -> None:
+        """Wait for the end of the copies, whose error belongs to the attempt that is over."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _copy_in_background(self, step: int, slot: int, why: str) -> None:
         try:
             # A new thread starts on GPU 0, where a wait would create a context of 0.5 GB.
@@ -441,6 +459,7 @@ class Ring:
             self._give_up(why)
             return
         if self._holders is None:
+            context.current().common = step
             return
         source = self._holders.index(self._rank)
         into = -1
@@ -457,12 +476,14 @@ class Ring:
         sent.wait()  # type: ignore[union-attr]
         self._memory.complete(into, step)
         dist.barrier(group=self._group)
+        context.current().common = step
 
     def _give_up(self, why: str) -> None:
         """Free the snapshots and keep no more, on all ranks: one has too little memory."""
         assert self._memory is not None
         self._memory.free()
         self._memory = None
+        context.current().common = -1
         if why:
             context.warn(f"no more snapshots of the sharded state: {why}")
 
@@ -491,9 +512,11 @@ class Ring:
                 )
                 context.warn(text)
             self._memory.forget_after(0)
+            context.current().common = -1
             return 0
         if step == newest:
             self._take_back(step, own, state, optional)
+            context.current().common = step
         elif whole is not None:
             reader = PartsReader(self._given(whole), self._group)
             load_by(reader, state, of_ranks, optional, "the state in memory", part)

@@ -154,7 +154,8 @@ class Context:
     samples_per_s: float = 0.0
     """Of the last one that has finished, as `samples_per_s` says."""
     common: int = -1
-    """A step whose state every rank has in memory, because all continued from it; -1: none."""
+    """A step whose state every rank had in memory, when this one last knew; -1: none. Of shards,
+    each rank has it still, or all have a later one."""
     stop_request: StopRequest = field(default_factory=StopRequest)
     actions: AgreedActions = field(default_factory=AgreedActions)
 

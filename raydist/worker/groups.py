@@ -5,9 +5,11 @@ torch would use its own timeout for other groups and for meshes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raydist.worker import context
 from raydist.worker.backends import Comm
+from raydist.worker.in_place import listening
 from raydist.worker.torch_private import set_timeout
 
 TURN_S = 5.0
@@ -32,16 +35,46 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
     names a group by a counter: if a rank has left one out, the ranks of the next group never meet.
     With NCCL the group is split off the default one, which is a collective of all its ranks.
     """
-    return dist.new_group(None if ranks is None else [*ranks], timeout=_timeout(), backend=backend)
+    with _listeners_known():
+        return dist.new_group(
+            None if ranks is None else [*ranks], timeout=_timeout(), backend=backend
+        )
 
 
 def new_mesh(device_type: str, **sizes: int) -> DeviceMesh:
     """Return a mesh of all ranks with these dimensions, each with `backend.timeout_s`."""
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    with _listeners_known():
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if (limit := _timeout()) is not None:
         for group in mesh.get_all_groups():
             set_timeout(group, limit)
     return mesh
+
+
+@contextmanager
+def _listeners_known() -> Iterator[None]:
+    """Tell all ranks where the groups that are created inside the block wait for other ranks.
+
+    A rank that outlives another one breaks its connections to these addresses (in_place).
+    """
+    current = context.current()
+    if current.in_place is None:
+        yield
+        return
+    before = listening()
+    yield
+    for each in _gather_json(current.comm, sorted(listening() - before)):
+        current.in_place.add((host, port) for host, port in each)
+
+
+def _gather_json(comm: Comm, value: Any) -> list[Any]:
+    """Gather a value from all ranks, by rank, as JSON: nothing received is unpickled."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [int(each.item()) for each in comm.gather(torch.tensor([len(text)]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = text
+    rows = zip(comm.gather(padded), sizes, strict=True)
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in rows]
 
 
 def _timeout() -> timedelta | None:

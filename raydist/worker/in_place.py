@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn, Protocol, TypeVar
 
 from raydist.messages.rank import GoOn, Meet, ParkRank, ParkReply, RankMessage
@@ -159,6 +159,10 @@ class InPlace:
         self.met_ns = time.time_ns()
         group.connect(number, [handle for handle, _ in contacts])
 
+    def add(self, addresses: Iterable[Address]) -> None:
+        """Note more addresses where ranks listen for each other, in this attempt."""
+        self._addresses |= {*addresses}
+
     def outlive(
         self, train: Callable[[], T], meet_again: Callable[[], None], why_not: Callable[[], str]
     ) -> T:
@@ -197,7 +201,7 @@ class InPlace:
 
         A rank that has lost a peer often notices before the driver does.
         """
-        if "gloo/" in str(error):
+        if has_lost_peer(error):
             self._called.wait(PATIENCE_S)
         with self._lock:
             if not self._called.is_set():
@@ -227,6 +231,19 @@ class InPlace:
         os.environ.update(env)
         with self._lock:
             self._called.clear()
+
+
+def has_lost_peer(error: BaseException) -> bool:
+    """Report whether gloo has caused this error: a connection to another rank is broken.
+
+    A pipeline's schedule raises an error of its own from that.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if "gloo/" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def wait_to_be_killed() -> NoReturn:

@@ -132,6 +132,55 @@ def connect_group(number: int, handles: Sequence[str]) -> None:
     distributed_c10d._reconfigure(uuid=number, handles=[*handles]).wait()
 
 
+def group_store() -> Any:
+    """Return the store of the default group; None if this torch does not tell."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        world: Any = distributed_c10d._world
+        return world.pg_map[distributed_c10d._get_default_group()][1]
+    except AttributeError:
+        return None
+
+
+def begin_groups_anew(number: int, store: Any) -> None:
+    """Leave all groups but the default one, and name the next ones as in a new process.
+
+    torch names a group by a counter. With the same names, what torch has cached about a mesh (the
+    results of operations on DTensors) finds the new groups. `number`: unique in the run; the new
+    groups have a part of the store for themselves. `store`: what `group_store` returned before the
+    first attempt; None: do nothing.
+    """
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    if store is None or not hasattr(distributed_c10d._World, "group_count"):
+        return
+    world: Any = distributed_c10d._world
+    default = distributed_c10d._get_default_group()
+    for group in [each for each in world.pg_map if each is not default]:
+        destroy_process_group(group)
+    backend, _ = world.pg_map[default]
+    part = distributed_c10d.PrefixStore(f"attempt-{number}", store)
+    world.pg_map[default] = backend, part
+    world.group_count = 1
+
+
+def divides_anew() -> bool:
+    """Report whether sub-groups can be made anew, and a model can be divided once more."""
+    from torch.distributed import _composable_state, distributed_c10d
+
+    counts = hasattr(getattr(distributed_c10d, "_World", None), "group_count")
+    knows = hasattr(_composable_state, "_module_state_mapping")
+    return counts and knows and group_store() is not None
+
+
+def forget_division(module: torch.nn.Module) -> None:
+    """Let fully_shard divide a module that it has divided before."""
+    from torch.distributed import _composable_state
+
+    _composable_state._module_state_mapping.pop(module, None)
+
+
 def drop_reducer(model: Any) -> None:
     """Free the buckets of a DistributedDataParallel, and its hooks in the backward pass."""
     model.reducer = model.logger = None

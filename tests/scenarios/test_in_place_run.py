@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import raydist
 from raydist.reporting.result import Result
 from raydist.shared.rank_names import name_ranks
+from raydist.worker import context
 from raydist.worker.torch_private import connects_anew
 from tests import faults
 from tests.faults import Fault, kill
@@ -43,8 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def train(*words: str, struck: tuple[Fault, ...] = (), job: Any = faults.training) -> Result[Any]:
-    return raydist.run(job, *WORDS, *words, struck=struck)
+def train(
+    *words: str, struck: tuple[Fault, ...] = (), job: Any = faults.training, **more: Any
+) -> Result[Any]:
+    return raydist.run(job, *WORDS, *words, struck=struck, **more)
 
 
 def pids(done: Result[Any]) -> list[dict[int, int]]:
@@ -87,12 +91,16 @@ def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ..
     done = train("restart.in_place=on", *words, struck=struck[:5] if words else struck)
     assert done.status == "finished"
     assert (done.values, losses(done)) == (whole.values, losses(whole))
+    replaced_alone(done, [{1}, {1}, {0}, {2, 3}, {0}])
+
+
+def replaced_alone(done: Result[Any], killed: Sequence[set[int]]) -> None:
+    """Assert that ranks have kept their processes while others were killed, in each attempt."""
     ran = pids(done)
     stayed = [
         [rank for rank in range(4) if before[rank] == after[rank]]
         for before, after in itertools.pairwise(ran)
     ]
-    killed = [{1}, {1}, {0}, {2, 3}, {0}]
     # Of two at once, one may be replaced before the other has come to its step: it lives on.
     assert not any(gone <= {*kept} for gone, kept in zip(killed, stayed, strict=False))
     # On a busy machine, or in gloo, a rank may be stuck: then it is forked too.
@@ -155,6 +163,103 @@ def test_a_stream_begins_anew_on_all_ranks() -> None:
     assert losses(done) == losses(train(*words, job=stream))
     (back,) = events(done, "restarted")
     assert back["why_not_kept"]
+    assert "kept" not in back
+
+
+class Block(nn.Module):
+    """A block in which ranks are struck: in its forward pass at even steps, in backward at odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        step = context.current().step
+        if step % 2 == 0:
+            faults.strike(step)
+        outputs: torch.Tensor = inputs + self.dropout(self.down(self.up(inputs).relu()))
+        if step % 2 and outputs.requires_grad:
+            outputs.register_hook(lambda gradient: faults.strike(step))  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class Blocks(nn.Module):
+    """A model that can be divided in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(10, 16), nn.BatchNorm1d(16)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(16, 3)
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        hidden = self.norm(self.first(inputs))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+
+def divided(config: Any, struck: tuple[Fault, ...] = (), made: Any = Blocks) -> dict[str, Any]:
+    """Train a model that is divided; return its final state to the last bit."""
+    faults.add_faults(*struck)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(256, 10, generator=generator)
+    data = TensorDataset(inputs, torch.randint(3, (256,), generator=generator))
+    torch.manual_seed(0)
+    model = made()
+    loss = nn.functional.cross_entropy
+    figures = raydist.fit(config, train=data, test=data, loss=loss, model=model)
+    state = {name: each for name, each in model.state_dict().items() if not each.is_meta}
+    whole = {name: getattr(each, "full_tensor", lambda e=each: e)() for name, each in state.items()}
+    weights = {name: each.tolist() for name, each in whole.items()}
+    return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallel=fsdp",),
+        ("parallel=fsdp", "checkpoint.every=6", "train.gc=10"),
+    ],
+    ids=" ".join,
+)
+def test_only_killed_ranks_of_a_divided_model_are_replaced(words: tuple[str, ...]) -> None:
+    words = (*words, "optim=adamw", "train.steps=40")
+    alone = train(*words, job=divided)
+    struck = (
+        kill(1, 10),
+        kill(1, 0, 1),  # the new one, before its first step
+        kill(0, 15, 2),
+        kill(2, 20, 3),
+        kill(3, 20, 3),  # two at once
+        kill(0, 40, 4),  # in the evaluation after the last step
+    )
+    done = train("restart.in_place=on", *words, struck=struck, job=divided)
+    assert done.status == "finished"
+    assert (done.values, losses(done)) == (alone.values, losses(alone))
+    replaced_alone(done, [{1}, {1}, {0}, {2, 3}, {0}])
+
+
+def leave_out_bias(model: nn.Module, state: dict[str, Any], *more: Any) -> None:
+    del state["last.bias"]
+
+
+class Partly(Blocks):
+    """A model that saves only a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.bias.requires_grad_(False)
+        self.register_state_dict_post_hook(leave_out_bias)  # type: ignore[no-untyped-call]
+
+
+def test_a_model_that_no_snapshot_has_whole_begins_anew_on_all_ranks() -> None:
+    words = ("parallel=fsdp", "restart.in_place=auto", "train.steps=20")
+    done = train(*words, struck=(kill(1, 10),), job=divided, made=Partly)
+    (back,) = events(done, "restarted")
+    assert back["why_not_kept"].endswith("the model's state_dict leaves out last.bias")
     assert "kept" not in back
 
 

@@ -45,7 +45,8 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         )
         for word in (
             "backend=nccl",
-            "parallel=fsdp",
+            "parallel=hsdp",
+            "parallel=tp",
             "parallel=pp",
             "init_method=file",
             "train.compile=true",

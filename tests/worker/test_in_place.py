@@ -155,6 +155,24 @@ def test_a_broken_connection_is_raised_if_no_rank_was_killed(
         rank.outlive(train)
 
 
+def test_an_error_that_a_broken_connection_caused_waits_for_the_call(rank: Rank) -> None:
+    attempts: list[int] = []
+    agent = threading.Timer(0.2, rank.call_into, (1,))
+
+    def train() -> str:
+        attempts.append(1)
+        if len(attempts) > 1:
+            return "done"
+        agent.start()
+        try:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error")
+        except RuntimeError as error:
+            raise RuntimeError("[Stage 0] failed to run forward") from error
+
+    assert rank.outlive(train) == "done"
+    agent.join()
+
+
 def test_a_rank_outside_a_training_is_not_kept(rank: Rank) -> None:
     rank.in_place.take(ParkRank())
     assert rank.replies == [ParkReply(in_place.NOT_INSIDE)]

@@ -11,12 +11,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import distributed_c10d
+import torch
+from torch.distributed import _composable_state, distributed_c10d
 
 from raydist.messages.rank import Collective, TellActivity
 from raydist.messages.wire import encode
 from raydist.settings.config import Backend, Job, Train
 from raydist.training import outlive
+from raydist.training.blueprint import indivisible
 from raydist.worker import context, stacks, torch_private
 from raydist.worker.channel import Channel
 from raydist.worker.timeouts import HELD, GroupTimeouts
@@ -281,6 +283,36 @@ def test_a_rank_does_not_outlive_another_if_torch_does_not_count_collectives(
         assert "this torch does not say" in outlive.unable(order)
     finally:
         context.enter(None)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(_composable_state, "_module_state_mapping"), (distributed_c10d, "_World")],
+)
+def test_a_model_is_not_divided_twice_without_either_name(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    monkeypatch.setattr(torch_private, "group_store", object)
+    layer = torch.nn.Linear(2, 2)
+    assert indivisible(layer) == ""
+    monkeypatch.delattr(owner, name)
+    assert indivisible(layer) == "this torch does not divide a model twice"
+
+
+def groups_without_a_counter(job: Job) -> Any:
+    import torch.distributed as dist
+
+    group: Any = dist.new_group()
+    library: Any = distributed_c10d
+    del library._World.group_count
+    torch_private.begin_groups_anew(1, torch_private.group_store())
+    dist.barrier(group=group)
+    return dist.get_world_size(group)
+
+
+def test_groups_stay_where_torch_does_not_count_them(tmp_path: Path) -> None:
+    results = run_ranks(2, GLOO, groups_without_a_counter, tmp_path)
+    assert [(each.error, each.value) for each in results] == [("", 2)] * 2
 
 
 class FlatScaler:

@@ -34,6 +34,8 @@ class DDPComm:
     )
     """The models that have buckets for gradients, while the job has them: with torch before 2.14 a
     rank may hang that leaves the group while they exist."""
+    store: Any = field(default=None, compare=False, kw_only=True)
+    """Where sub-groups meet, if this torch tells."""
     sharded: ClassVar[bool] = False
     pipelined: ClassVar[bool] = False
 
@@ -109,6 +111,8 @@ class DDPComm:
     def connect(self, number: int, handles: Sequence[str]) -> None:
         self.release()
         torch_private.connect_group(number + 1, handles)
+        if number > 0:
+            torch_private.begin_groups_anew(number, self.store)
         dist.barrier()  # as in join()
 
     def release(self) -> None:
@@ -150,7 +154,7 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
         **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
         **anew,
     )
-    comm = DDPComm(job.backend, device)
+    comm = DDPComm(job.backend, device, store=torch_private.group_store())
     if current.in_place is not None:
         comm.listens.update(listening() - listened)
         comm.meet(current.in_place)
