@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from raydist.settings.config import Job, Parallel
-from raydist.settings.mesh import divides
+from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
 
 
@@ -18,8 +17,6 @@ def why_not(job: Job) -> str:
         return "a program (script=) has a loop of its own"
     if job.backend.name not in ("auto", "gloo"):
         return f"backend={job.backend.name} cannot connect a new rank to others that stay"
-    if mixed(job.parallel):
-        return f"parallel={job.parallel.name} divides the model not only in shards"
     if job.init_method != "env":
         return f"init_method={job.init_method} has a new meeting point for each attempt"
     if job.train.compile:
@@ -27,13 +24,6 @@ def why_not(job: Job) -> str:
     if job.snapshot.every == 0:
         return "snapshot.every=0 keeps no state in memory"
     return ""
-
-
-def mixed(settings: Parallel) -> bool:
-    """Report whether a model is divided in another way than by parallel=fsdp alone."""
-    numbers = (settings.tp, settings.replicate, settings.pp)
-    others = settings.name not in ("ddp", "fsdp")
-    return divides(settings) and (others or max(number or 1 for number in numbers) > 1)
 
 
 def check(job: Job) -> None:

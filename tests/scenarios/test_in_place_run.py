@@ -222,6 +222,11 @@ def divided(config: Any, struck: tuple[Fault, ...] = (), made: Any = Blocks) -> 
     [
         ("parallel=fsdp",),
         ("parallel=fsdp", "checkpoint.every=6", "train.gc=10"),
+        ("parallel=hsdp", "parallel.shard=2"),
+        ("parallel=fsdp", "parallel.tp=2"),
+        ("parallel=tp",),
+        ("parallel=ddp", "parallel.pp=2"),
+        ("parallel=pp", "parallel.schedule=gpipe"),
     ],
     ids=" ".join,
 )

@@ -45,9 +45,6 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         )
         for word in (
             "backend=nccl",
-            "parallel=hsdp",
-            "parallel=tp",
-            "parallel=pp",
             "init_method=file",
             "train.compile=true",
             "snapshot.every=0",
