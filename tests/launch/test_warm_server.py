@@ -72,7 +72,7 @@ def test_processes_and_files_of_ranks_are_gone_after_the_run(on_ray: Path) -> No
         if one.alive()
         for path in one.folder.iterdir()
     ]
-    assert set(kept) == {"fork", "server.log"}
+    assert set(kept) == {"boot", "fork", "server.log"}
 
 
 def test_a_dead_server_is_replaced(on_ray: Path) -> None:

@@ -40,8 +40,10 @@ ODD = """
             time.time()
 
     def hold_the_gil():
-        while True:  # a signal ends sleep(3)
-            ctypes.PyDLL(None).sleep(3600)
+        mutex = ctypes.create_string_buffer(64)
+        lock = ctypes.PyDLL(None).pthread_mutex_lock
+        lock(mutex)
+        lock(mutex)  # for ever: a signal would end sleep(3), and the rank would answer in between
 
     dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
@@ -55,6 +57,7 @@ ODD = """
         hold_the_gil()
     os.kill(os.getpid(), signal.SIGSTOP)
 """
+HOLDS = "lock(mutex)  # for ever: a signal would end sleep(3), and the rank would answer in between"
 
 FIT = """
     import time
@@ -145,7 +148,7 @@ def test_stacks_says_where_each_odd_rank_is_and_how_it_knows(odd: Program) -> No
     assert groups["rank 1"][0].endswith(
         (f"odd.py:{line['time.time()']}", f":{line['while True:']}")
     )
-    assert groups["rank 2"][0].endswith(f"odd.py:{line['ctypes.PyDLL(None).sleep(3600)']}")
+    assert groups["rank 2"][0].endswith(f"odd.py:{line[HOLDS]}")
     said = {rank: "\n".join(lines) for rank, lines in groups.items()}
     assert "by a thread" in said["rank 0"]
     assert "by a thread" in said["rank 1"]
