@@ -63,11 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def debug_in_editor(arguments: argparse.Namespace, place: str, ranks: list[int]) -> int:
     """Wait for an editor, and pass on what it and debugpy send until it leaves."""
-    if arguments.job:
-        raise ConfigError(
-            "raydist debug: an editor needs more than the dashboard's port; type it without --job "
-            "on a host of the cluster, such as its head (ray attach cluster.yaml)"
-        )
     port = int(number("--port", arguments.port, 0, 65535, whole=True))
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen_for_editor(port))

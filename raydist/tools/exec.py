@@ -108,10 +108,6 @@ def check_input(arguments: argparse.Namespace, ranks: Sequence[int]) -> None:
     if arguments.all or len(set(ranks)) > 1:
         which = f"rank={ranks[0] if ranks else 0}"
         raise ConfigError(f"raydist exec: {flags} is for one rank; type {which} {flags}")
-    if arguments.job:
-        why = f"{flags} does not work through the dashboard's port alone"
-        where = "on a host of the cluster, such as its head (ray attach cluster.yaml)"
-        raise ConfigError(f"raydist exec: {why}; type it without --job {where}")
     if arguments.tty and not sys.stdin.isatty():
         raise ConfigError(
             "raydist exec: -t needs a terminal, and standard input is none; type -i to forward a "

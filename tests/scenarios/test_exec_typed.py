@@ -295,7 +295,6 @@ def test_a_pipe_that_is_closed_ends_the_command(program: Program, tmp_path: Path
         (["rank=0,1", "-it"], "type rank=0 -it"),
         (["rank=0", "-i"], "type it after --"),
         (["-i", "--", "cat"], "type rank=0"),
-        (["rank=0", "-i", "--job", "raysubmit_1", "--", "cat"], "without --job on a host"),
     ],
     ids=" ".join,
 )

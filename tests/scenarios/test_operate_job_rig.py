@@ -9,17 +9,21 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.rig import Rig, hosts, requires_root
+from tests.dap import Editor
+from tests.rig import Host, Rig, hosts, requires_root
 from tests.rig.namespaces import CAPTURED, NET, Space, enter, finish
+from tests.scenarios.test_exec_typed import PROMPT, SHELL
 from tests.scenarios.test_operate_rig import PROGRAM
 from tests.scenarios.test_watch_rig import forwarded
+from tests.terminals import Terminal
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -31,6 +35,7 @@ pytestmark = [
 ]
 PATIENCE_S = 600.0
 JOB = "operated"
+Made = TypeVar("Made")
 
 
 class Laptop:
@@ -45,16 +50,29 @@ class Laptop:
 
     def listen(self) -> socket.socket:
         """Return a socket that listens on the loopback."""
-        made: list[socket.socket] = []
+        return self.inside(lambda: socket.create_server(("127.0.0.1", 0)))
+
+    def inside(self, make: Callable[[], Made]) -> Made:
+        """Return what has its socket on the laptop."""
+        made: list[Made] = []
 
         def open_inside() -> None:
             enter(os.pidfd_open(self._space.pid), NET)
-            made.append(socket.create_server(("127.0.0.1", 0)))
+            made.append(make())
 
         thread = threading.Thread(target=open_inside)  # only this thread moves
         thread.start()
         thread.join()
         return made[0]
+
+    def start(self, argv: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
+        return self._space.spawn(argv, cwd=self._folder, env=self._env, **streams)
+
+    def command(self, *words: str) -> list[str]:
+        """`raydist WORDS` about the job."""
+        here = words.index("--") if "--" in words else len(words)
+        where = ["--job", JOB, "--address", f"http://127.0.0.1:{self.port}"]
+        return [sys.executable, "-m", "raydist.cli", *words[:here], *where, *words[here:]]
 
     def type(
         self, *words: str, typed: str = "", token: str = ""
@@ -62,13 +80,10 @@ class Laptop:
         """Type `raydist WORDS`; `typed`: what its input has."""
         keys = self._folder / "typed.txt"
         keys.write_text(typed)
-        here = words.index("--") if "--" in words else len(words)
-        where = ["--job", JOB, "--address", f"http://127.0.0.1:{self.port}"]
-        argv = [sys.executable, "-m", "raydist.cli", *words[:here], *where, *words[here:]]
         env = {**self._env, **(auth(token) if token else {})}
         with keys.open() as stdin:
             pipes = {**CAPTURED, "stdin": stdin}
-            program = self._space.spawn(argv, cwd=self._folder, env=env, **pipes)
+            program = self._space.spawn(self.command(*words), cwd=self._folder, env=env, **pipes)
             return finish(program, check=False, timeout=PATIENCE_S)
 
 
@@ -93,6 +108,46 @@ def jobs(rig: Rig) -> str:
     env = {"RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265"}
     argv = ["python", "-m", "ray.scripts.scripts", "job", "list"]
     return host.run(argv, env=env, timeout=PATIENCE_S).stdout
+
+
+def assert_a_person_types(laptop: Laptop, host: Host) -> None:
+    command = laptop.command("exec", "rank=1", "-it", *SHELL)
+    with Terminal(command, laptop.start) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("echo rank=$RANK= on $(hostname); stty size\n")
+        terminal.wait_for(rf"rank=1= on {host.name}\r\n24 80\r\n")
+        terminal.enter("sleep 36011\n")
+        there = host.processes
+        wait_until(lambda: "sleep 36011" in there().values(), "the sleep", PATIENCE_S)
+        terminal.enter("\x03")
+        terminal.enter("exit 5\n")
+        assert terminal.wait() == 5
+        assert terminal.modes == terminal.modes_before
+
+
+def assert_an_editor_debugs(laptop: Laptop, project: Path) -> None:
+    line = textwrap.dedent(PROGRAM).splitlines().index("    optimizer.step()") + 1
+    argv = laptop.command("debug", "rank=1", "--vscode", "--port", "0")
+    with laptop.start(argv, **CAPTURED) as command:
+        assert command.stdout is not None
+        text = ""
+        for said in command.stdout:
+            if said.startswith("waiting for VS Code"):
+                break
+            text += said
+        launch = json.loads(text)
+        editor = laptop.inside(lambda: Editor(launch, project))
+        editor.attach({"steps.py": [line]})
+        thread, frame = editor.stopped_at()
+        assert frame["line"] == line
+        step = int(editor.evaluate("step", frame))
+        editor.request("continue", threadId=thread)
+        _, frame = editor.stopped_at()
+        assert int(editor.evaluate("step", frame)) == step + 1
+        editor.request("disconnect")
+        editor.close()
+        ends, error = command.communicate(timeout=PATIENCE_S)
+        assert (command.returncode, ends.splitlines()[-1]) == (0, "the rank continues"), error
 
 
 def test_a_laptop_that_reaches_the_dashboards_port_operates_a_job(tmp_path: Path) -> None:
@@ -127,6 +182,10 @@ def test_a_laptop_that_reaches_the_dashboards_port_operates_a_job(tmp_path: Path
             said = laptop.type("debug", "rank=1", typed="p 40 + 2\nq\n")
             assert "42" in said.stdout, said.stderr
             assert "the rank continues" in said.stdout
+            piped = laptop.type("exec", "rank=1", "-i", "--", "cat", typed="one\ntwo\n")
+            assert (piped.stdout, piped.returncode) == ("one\ntwo\n", 0), piped.stderr
+            assert_a_person_types(laptop, second)
+            assert_an_editor_debugs(laptop, project)
             profiled = laptop.type("profile", "steps=2")
             assert "profile: operate/profile-" in profiled.stdout, profiled.stderr
             for wrong in ("0" * 64, " "):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import secrets
 import shlex
@@ -52,16 +53,20 @@ class JobLink(AbstractContextManager["JobLink"]):
         self._info = info
         self._address = address
         self._name = f"raydist-{secrets.token_hex(8)}"
-        self._sent_count = 0
+        self._numbers = itertools.count()
+        """Of messages: a thread and a signal handler may send while another message is sent."""
+        self._submitted = False
         self._loop = asyncio.new_event_loop()
         self._lines = self._printed()
+        self._reading: asyncio.Future[bytes | None] | None = None
+        """The next line, which `receive` did not wait for to the end."""
 
     def send(self, message: Message) -> None:
         """Send a message. OSError: the dashboard does not answer."""
-        if not self._sent_count:
+        if not self._submitted:
+            self._submitted = True
             self._submit()
-        package = f"{self._name}-{self._sent_count}.zip"
-        self._sent_count += 1
+        package = f"{self._name}-{next(self._numbers)}.zip"
         ray_private.send_package(self._client, package, encode(message))
 
     def _submit(self) -> None:
@@ -78,11 +83,12 @@ class JobLink(AbstractContextManager["JobLink"]):
             raise LaunchError(f"no job can be submitted there: {last_line(error)}") from error
 
     def receive(self, within_s: float | None = None) -> Message | None:
-        """Return the next message; None after the last. LaunchError: the small job has failed.
+        """Return the next message; None after the last.
 
-        `within_s` is not looked at: no command sets it.
+        TimeoutError: none came in `within_s` seconds (None: waits). LaunchError: the small job has
+        failed.
         """
-        while (line := self._loop.run_until_complete(anext(self._lines, None))) is not None:
+        while (line := self._next_line(within_s)) is not None:
             if line == CLOSED:
                 return None
             with contextlib.suppress(ValueError):  # a line of Ray's own
@@ -91,6 +97,17 @@ class JobLink(AbstractContextManager["JobLink"]):
             f"the job {self._name}, which passes messages on, has failed: "
             f"{self._client.get_job_info(self._name).message}"
         )
+
+    def _next_line(self, within_s: float | None) -> bytes | None:
+        """Return the next line of the small job's log; None after the last. TimeoutError."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(anext(self._lines, None), loop=self._loop)
+        wait = asyncio.wait({self._reading}, timeout=within_s)
+        done, _ = self._loop.run_until_complete(wait)
+        if not done:
+            raise TimeoutError
+        (read,), self._reading = done, None
+        return read.result()
 
     async def _printed(self) -> AsyncIterator[bytes]:
         """Yield the lines of the small job's log, each once, until the job is over."""
@@ -136,7 +153,7 @@ class JobLink(AbstractContextManager["JobLink"]):
         """End the small job, and delete it."""
         self._loop.run_until_complete(self._end_reading())
         self._loop.close()
-        if not self._sent_count:
+        if not self._submitted:
             return
         with contextlib.suppress(RuntimeError):  # of Ray: there is no such job any more
             self._client.stop_job(self._name)
