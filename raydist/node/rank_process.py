@@ -229,9 +229,7 @@ class RankProcess:
         else:
             await asyncio.sleep(EXAMINE_S)
             state, after = process_state(self.pid)
-            answer_by = time.monotonic() + (ANSWER_S - EXAMINE_S if after > before else 0)
-            while self.channel.activity is None and time.monotonic() < answer_by:
-                await self.channel.await_activity(LOOK_S)
+            await self.channel.await_activity(ANSWER_S - EXAMINE_S if after > before else 0)
         after = process_state(self.pid)[1]
         busy = (after - before) / max(time.monotonic() - began, TICK_S)
         activity = self.channel.activity
