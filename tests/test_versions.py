@@ -94,8 +94,9 @@ def test_what_judges_the_code_is_pinned() -> None:
     assert loose == RUN
 
 
-OFFERED = {"horovod", "ipython", "typing-extensions"}
-"""Packages that are used where they are: a local build, a notebook's, the driver's, mypy's."""
+OFFERED = {"horovod", "ipython", "pydevd", "typing-extensions"}
+"""Packages that are used where they are: a local build, a notebook's, debugpy's,
+the driver's, mypy's."""
 
 
 def imported() -> set[str]:

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from raydist.messages.operate import SendSignal, TerminalSize, TypedInput
-from raydist.messages.wire import Message
 from raydist.shared.errors import Stopped
 from raydist.tools.running import Link
 from raydist.watch.operate.connection import CommandLink
@@ -46,6 +45,7 @@ class InputSender(AbstractContextManager["InputSender"]):
         self._sent_bytes = self._taken_bytes = 0
         self._over = False
         self._ctrl_c = iter([signal.SIGINT])
+        self._sent_size: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._run, name="raydist-input", daemon=True)
         self._before: dict[int, Any] = {}
         """By signal: its handler outside of the block."""
@@ -99,14 +99,17 @@ class InputSender(AbstractContextManager["InputSender"]):
             # blocks on the connection, and would not run the handler.
             self._link.end()
             return
-        message: Message
         if number == signal.SIGWINCH and self._terminal:
-            message = TerminalSize(*terminal_size())
+            self._send_size()
         elif number == signal.SIGINT and not self._terminal:
-            message = SendSignal(next(self._ctrl_c, signal.SIGKILL))
-        else:
-            return
-        self._link.send(message)
+            self._link.send(SendSignal(next(self._ctrl_c, signal.SIGKILL)))
+
+    def _send_size(self) -> None:
+        """Send the size of the terminal if it has changed."""
+        size = terminal_size()
+        if size != self._sent_size:
+            self._sent_size = size
+            self._link.send(TerminalSize(*size))
 
     def _pass_input(self) -> bool:
         """Send the available input; return whether more may follow."""
@@ -117,6 +120,11 @@ class InputSender(AbstractContextManager["InputSender"]):
         if not data and self._terminal:
             os.kill(os.getpid(), signal.SIGHUP)
             return False
+        if self._terminal:
+            # SIGWINCH may arrive after what was typed into the new size: a signal waits for a
+            # thread of this process to run, and typed bytes are read as soon as they are there.
+            with contextlib.suppress(OSError):
+                self._send_size()
         self._sent_bytes += len(data)
         self._link.send(TypedInput(data.decode("utf-8", "surrogateescape"), last=not data))
         return bool(data)

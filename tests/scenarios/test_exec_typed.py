@@ -36,6 +36,12 @@ PROGRAM = """
 """
 SHELL = ["--", "bash", "--norc", "--noprofile"]
 PROMPT = r"[$#] $"
+NO_WINCH = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes a program that SIGWINCH does not reach."""
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +135,18 @@ def test_without_a_command_it_is_the_shell_of_the_person(program: Program) -> No
         terminal.wait_for(r"[$#] ?(\x1b\S*)?$")
         terminal.enter("echo shell=$0= rank=$RANK=\n")
         terminal.wait_for(r"shell=\S*sh= rank=0=\r")
+        terminal.enter("exit\n")
+        assert terminal.wait() == 0
+
+
+def test_what_is_typed_into_a_new_size_comes_after_it(program: Program) -> None:
+    """The signal that tells of the size may be later than the typed bytes; here it never comes."""
+    late = [sys.executable, "-c", NO_WINCH, *EXEC]
+    with Terminal([*late, "rank=1", "-it", *SHELL], **options(program)) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.resize(30, 99)
+        terminal.enter("stty size\n")
+        terminal.wait_for(r"\r30 99\r\n")
         terminal.enter("exit\n")
         assert terminal.wait() == 0
 
