@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 from raydist.cluster.placement import Slot
 from raydist.launch.limits import longest
 from raydist.messages.request import Request, Transport
-from raydist.shared.errors import CallLost, ConfigError, LaunchError, last_line
+from raydist.shared.errors import (
+    NO_MORE_PROCESSES,
+    CallLost,
+    ConfigError,
+    LaunchError,
+    is_refusal,
+    last_line,
+)
 
 Reply = TypeVar("Reply")
 
@@ -28,7 +35,8 @@ def call_each(
     wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
     for slot, future in zip(slots, futures, strict=True):
         if future.done() and (error := future.exception()) is not None:
-            text = f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {last_line(error)}"
+            why = NO_MORE_PROCESSES if is_refusal(error) else last_line(error)
+            text = f"rank {slot.rank} on {slot.node.host} ({slot.node.ip}): {why}"
             if isinstance(error, ConfigError):
                 raise ConfigError(text) from error
             raise LaunchError(text, lost=ranks_without_answer(slots, futures)) from error

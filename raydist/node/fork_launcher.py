@@ -17,7 +17,7 @@ from pathlib import Path
 from raydist.cluster import ray_private
 from raydist.network.names import MALLOC
 from raydist.node.left_folders import remove_left_folders
-from raydist.shared.errors import LaunchError
+from raydist.shared.errors import NO_MORE_PROCESSES, LaunchError, is_refusal
 from raydist.shared.own_path import boot_id, of_others, others_may_add
 
 ALWAYS = ("torch", "torch.distributed", "cloudpickle")
@@ -96,7 +96,8 @@ class ForkServer:
         if failure:
             lifeline.close()
             shutil.rmtree(folder, ignore_errors=True)
-            raise LaunchError(f"the fork server of this node could not start: {failure}")
+            why = NO_MORE_PROCESSES if is_refusal(failure) else failure
+            raise LaunchError(f"the fork server of this node could not start: {why}")
         return cls(folder, lifeline)
 
     def alive(self) -> bool:

@@ -13,6 +13,8 @@ CallLost ends no run: it says that an agent's answer will not come.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
 import signal
 import time
@@ -120,6 +122,15 @@ NO_MORE_PROCESSES = (
 )
 
 
+def is_refusal(error: object) -> bool:
+    """Report whether the kernel has refused a process or a thread (EAGAIN of clone).
+
+    The text tells it: Python and C++ raise a plain RuntimeError for a thread.
+    """
+    text = str(error)
+    return "can't start new thread" in text or os.strerror(errno.EAGAIN) in text
+
+
 def as_raydist_error(error: Exception) -> RaydistError:
     """Return an error of Ray, or a fault of raydist itself, as a LaunchError.
 
@@ -128,7 +139,7 @@ def as_raydist_error(error: Exception) -> RaydistError:
     """
     if isinstance(error, RaydistError):
         return error
-    if "can't start new thread" in str(error):
+    if is_refusal(error):
         return LaunchError(NO_MORE_PROCESSES)
     made = LaunchError(f"{type(error).__name__}: {last_line(error)}", unexpected=True)
     made.__cause__ = error

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.errors import (
+    ConfigError,
+    RaydistError,
+    as_raydist_error,
+    is_refusal,
+    nearest,
+)
 from raydist.train import Parser, print_error, warn_of_secrets
 
 
@@ -67,6 +73,10 @@ def run_tool(command: Callable[[], int]) -> int:
         return command()
     except RaydistError as error:
         return print_error(error)
+    except RuntimeError as error:
+        if not is_refusal(error):
+            raise
+        return print_error(as_raydist_error(error))
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
 
