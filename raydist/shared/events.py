@@ -92,6 +92,11 @@ class Events(AbstractContextManager["Events"]):
         self._lock = threading.RLock()
         """Monitors add events from their own threads; a failing reader adds one in its call."""
 
+    def add_reader(self, reader: Reader) -> None:
+        """Give all further events to this reader, too."""
+        with self._lock:
+            self._readers = (*self._readers, reader)
+
     def add(self, new: Event) -> None:
         """Append one event. When this returns, the kernel has the line.
 

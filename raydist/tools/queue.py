@@ -60,6 +60,8 @@ class QueueRow:
     """Seconds since it was placed, or since it entered the queue."""
     reason: str
     """Why it waits, for whom it makes way, or until when it has its room."""
+    stop_cost: int | None
+    """Rank-seconds that it loses if it makes way now; None while it holds no room."""
     folder: str
 
 
@@ -167,6 +169,7 @@ def read_rows() -> list[QueueRow]:
             state="paused" if entry.paused_by and not entry.has_room else entry.state,
             s=max(0.0, now - (entry.placed if entry.has_room else entry.since)),
             reason=reason,
+            stop_cost=entry.stop.rank_seconds(now) if entry.has_room else None,
             folder=entry.folder,
         )
 

@@ -44,6 +44,17 @@ def job(config):
 JOB_WORDS = ("job=slowly.py", "data.batch_size=8", "train.epochs=8")
 
 
+LOOP = """
+import os, time
+from pathlib import Path
+
+def job():
+    '''A loop of its own, without a checkpoint, until the file $HURRY exists.'''
+    while not Path(os.environ["HURRY"]).exists():
+        time.sleep(0.1)
+"""
+
+
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
@@ -70,6 +81,7 @@ class Person:
         folder = self.folder / name
         folder.mkdir()
         (folder / "slowly.py").write_text(JOB)
+        (folder / "loop.py").write_text(LOOP)
         return Program(folder, f"name={name}", "queue=on", *words, address=self._address)
 
     def hurry(self, name: str) -> None:
@@ -141,6 +153,30 @@ def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(person: Pers
     assert "pause back at step" in low.screen
     assert re.search(r"other time .* queue [1-9]", low.screen)
     assert person.queue() == {}
+
+
+def test_of_two_runs_the_one_makes_way_whose_stop_costs_less(person: Person) -> None:
+    low = ("queue.priority=low", "queue.exempt_s=0")
+    cheap = person.train("cheap", *low, size="1x1")
+    cheap.wait_for_step(1)
+    # It was placed last, but all that it has done would be lost.
+    hurry = f"env.HURRY={person.folder / 'dear' / 'hurry'}"
+    dear = person.run("dear", *low, "job=loop.py", "scale=1x1", hurry)
+    dear.wait_until(lambda: (person.queue().get("dear", {}).get("stop_cost") or 0) >= 5, "its cost")
+    assert person.queue()["cheap"]["stop_cost"] < 5
+    urgent = person.train("urgent", "queue.priority=high", size="1x1")
+    urgent.wait_for_step(1)
+    (pause,) = cheap.events("pause")
+    assert re.search(
+        r"urgent of .* \(its stop costs \d rank-seconds?, that of dear ", pause["text"]
+    )
+    for name in ("cheap", "dear", "urgent"):
+        person.hurry(name)
+    for run in (urgent, dear, cheap):
+        assert run.wait() == 0, run.screen
+    assert not dear.events("pause")
+    (back,) = cheap.events("restarted")
+    assert (back["paused"], back["repeated"]) == (True, 0)
 
 
 def test_runs_of_equal_priority_are_placed_in_order(person: Person) -> None:

@@ -9,8 +9,9 @@ from math import inf
 from typing import Any
 
 from raydist.cluster.nodes import ResourceRequest
+from raydist.cluster.queue.stop_cost import StopCost
 
-VERSION = 1
+VERSION = 2
 """Version of the JSON. An entry of another version is ignored, as a run outside the queue is."""
 WAITING, PLACING, RUNNING, LEAVING = "waiting", "placing", "running", "leaving"
 PAUSE, RESUME, CANCEL, MOVE = "pause", "resume", "cancel", "move"
@@ -77,6 +78,8 @@ class Entry:
     """Node id -> number of its bundles there, while it is running or leaving."""
     paused_by: str = ""
     """Who has paused it (user@host): it waits until it is resumed. Empty: nobody."""
+    stop: StopCost = field(default_factory=StopCost)
+    """What it loses if it makes way."""
     beat: int = 0
     """Grows every second while the driver is alive and not stopped."""
 
@@ -135,6 +138,7 @@ def read_entry(value: bytes) -> Entry | None:
         plain: dict[str, Any] = json.loads(value)
         if plain.pop("version") != VERSION:
             return None
-        return Entry(**{**plain, "demand": Demand(**plain["demand"])})
+        parts = {"demand": Demand(**plain["demand"]), "stop": StopCost(**plain["stop"])}
+        return Entry(**{**plain, **parts})
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -7,8 +7,9 @@ and a run that gets no room in its turn gives its placement group back (turn.py)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 from math import inf
 
 from raydist.cluster.nodes import Capacity, Node, fit_count, matches, room
@@ -19,6 +20,10 @@ from raydist.shared.rank_names import counted
 LEAVE_S = 10.0
 """Maximum time in seconds that a run takes to make way: to finish a step, write its last state and
 end its processes."""
+MAX_EXACT = 8
+"""Number of runs up to which every set of them is compared (255 sets)."""
+OTHERS_NAMED = 2
+"""The cost of so many runs that stay is in the reason why another one makes way."""
 Free = Mapping[str, Mapping[str, float]]
 """Node id -> resources that nobody holds."""
 
@@ -33,8 +38,9 @@ class Verdict:
     """Why it waits, for a person."""
     first: bool = False
     """Whether it is the first in line."""
-    asks: tuple[str, ...] = ()
-    """The ids of running entries that are to make way for it."""
+    asks: Mapping[str, str] = field(default_factory=dict)
+    """Id of each running entry that is to make way for it -> why that one, for a person; empty if
+    there was no choice."""
     room_at: float | None = None
     """The latest time at which it will have room, in seconds since the epoch; None if unknown."""
 
@@ -82,7 +88,7 @@ def order_runs(
             verdicts[entry.id] = Verdict(True)
         else:
             reason = why_it_waits(entry, placed, free, cluster.nodes)
-            asks: tuple[str, ...] = ()
+            asks: dict[str, str] = {}
             room_at: float | None = None
             soon = with_back(free, leaving)
             if place_bundles(entry.demand, soon, cluster.nodes) is None:
@@ -183,27 +189,60 @@ def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
 
 def make_way(
     entry: Entry, staying: Sequence[Entry], free: Free, nodes: Sequence[Node], now: float
-) -> tuple[str, ...]:
-    """Return the ids of further runs that must make way for this one.
+) -> dict[str, str]:
+    """Return the ids of further runs that must make way for this one, each with the reason.
 
-    () if it would not fit even then. The run that loses least makes way: the lowest priority
-    first, then the one that was placed last. `free`: what will be free once the runs that were
-    asked have left. `staying`: the other runs.
+    {} if it would not fit even then. `free`: what will be free once the runs that were asked have
+    left. `staying`: the other runs.
     """
     able = [each for each in staying if each.makes_way_for(entry, now)]
-    chosen: list[Entry] = []
-    for each in sorted(able, key=lambda each: (each.priority, -each.placed)):
-        chosen.append(each)
-        if place_bundles(entry.demand, with_back(free, chosen), nodes) is not None:
-            break
-    else:
-        return ()
-    # The last one completed the room; some of those before it may not be needed.
-    for each in chosen[:-1]:
+
+    def enough(chosen: Sequence[Entry]) -> bool:
+        return place_bundles(entry.demand, with_back(free, chosen), nodes) is not None
+
+    chosen = least_loss(able, enough, now) if enough(able) else []
+    return {each.id: why_chosen(each, [o for o in able if o not in chosen], now) for each in chosen}
+
+
+def least_loss(
+    able: Sequence[Entry], enough: Callable[[Sequence[Entry]], bool], now: float
+) -> list[Entry]:
+    """Return the set of runs that frees enough room and loses least; all together are enough.
+
+    Priority comes first: no run makes way if those of lower priority are enough. Among sets that
+    are equal in that, the cheapest one is taken, then the smallest, then the one placed last.
+    Beyond MAX_EXACT runs they are added in this order until they are enough, and those that turn
+    out not to be needed stay, the most expensive one first: enough room, maybe not the cheapest.
+    """
+    classes = sorted({each.priority for each in able}, reverse=True)
+    costs = {each.id: each.stop.rank_seconds(now) for each in able}
+
+    def loss(chosen: Sequence[Entry]) -> tuple[tuple[float, float], ...]:
+        by_class = [[each for each in chosen if each.priority == one] for one in classes]
+        sums = [(sum(costs[each.id] for each in some), float(len(some))) for some in by_class]
+        return *sums, (-sum(each.placed for each in chosen), 0.0)
+
+    if len(able) <= MAX_EXACT:
+        sets = chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1))
+        return list(next(each for each in sorted(sets, key=loss) if enough(each)))
+    in_order = sorted(able, key=lambda each: (each.priority, loss([each])))
+    chosen = next(in_order[:n] for n in range(1, len(able) + 1) if enough(in_order[:n]))
+    for each in reversed(chosen):
         fewer = [other for other in chosen if other is not each]
-        if place_bundles(entry.demand, with_back(free, fewer), nodes) is not None:
+        if enough(fewer):
             chosen = fewer
-    return tuple(each.id for each in chosen)
+    return chosen
+
+
+def why_chosen(entry: Entry, others: Sequence[Entry], now: float) -> str:
+    """Return why this run makes way and not another of its priority; empty if there is none."""
+    others = [each for each in others if each.priority == entry.priority]
+    others.sort(key=lambda each: each.stop.rank_seconds(now))
+    if not others:
+        return ""
+    named = [f"that of {each.name} {each.stop.rank_seconds(now)}" for each in others[:OTHERS_NAMED]]
+    cost = counted(entry.stop.rank_seconds(now), "rank-second")
+    return f"its stop costs {cost}, {', '.join(named)}"
 
 
 def with_back(free: Free, entries: Iterable[Entry]) -> Free:

@@ -32,12 +32,14 @@ from raydist.cluster.queue.entry import (
     Instruction,
 )
 from raydist.cluster.queue.order import Cluster, Verdict
+from raydist.cluster.queue.stop_cost import StopCost, cost_after
 from raydist.settings.config import Job
 from raydist.settings.duration import seconds_of
 from raydist.settings.priority import priority_of
 from raydist.shared import kinds, signals
 from raydist.shared.errors import RaydistError, Stopped
 from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 
 BEAT_S = 1.0
 """Seconds between two beats of an entry."""
@@ -104,6 +106,11 @@ class QueuedTurn(Turn):
         """When the GCS last answered, by the monotonic clock."""
         self._began = 0.0
         """When the placement group was created, by the monotonic clock."""
+        self._stop_cost = StopCost()
+
+    def note_event(self, event: Event) -> None:
+        """Keep what a stop of the run costs. The other runs read it in the next beat."""
+        self._stop_cost = cost_after(self._stop_cost, event, bool(self._job.script))
 
     @contextlib.contextmanager
     def entered(self, request: ResourceRequest) -> Iterator[None]:
@@ -129,9 +136,9 @@ class QueuedTurn(Turn):
         last_reason = ""
         began = time.monotonic()
         while not (verdict := self._look()).start:
-            for id in verdict.asks:
+            for id, why in verdict.asks.items():
                 with contextlib.suppress(Exception):  # the GCS does not answer: the next look asks
-                    store.request_way(id, f"{self._job.name} of {self._own.owner}")
+                    store.request_way(id, for_whom(self._own, why))
             if (reason := why_waiting(verdict)) != last_reason:
                 self._events.add(kinds.Wait(text=f"in the queue: {reason}"))
             last_reason = reason
@@ -150,10 +157,12 @@ class QueuedTurn(Turn):
 
     def note_placement(self, nodes: Sequence[Node]) -> None:
         held = dict(Counter(node.id for node in nodes))
+        now = time.time()
+        self._stop_cost = replace(self._stop_cost, state_at=now)
         # A request that came as the run left another placement.
         with contextlib.suppress(Exception):  # the GCS does not answer: it makes way in vain
             store.forget_request(self._own.id)
-        self._change(state=RUNNING, placed=time.time(), held=held)
+        self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost)
 
     def wanted_by(self) -> str:
         return self._wanted_by
@@ -211,7 +220,7 @@ class QueuedTurn(Turn):
             # loses it.
             with contextlib.suppress(Exception):
                 if time.monotonic() - beat_at >= BEAT_S:
-                    self._change(beat=self._own.beat + 1)
+                    self._change(beat=self._own.beat + 1, stop=self._stop_cost)
                     beat_at = time.monotonic()
                     if (instruction := store.instruction_for(self._own.id)) is not None:
                         self._follow(instruction)
@@ -265,6 +274,11 @@ def first_entry(job: Job, request: ResourceRequest) -> Entry:
     )
 
 
+def for_whom(entry: Entry, why: str) -> str:
+    """Return for which run others make way, for a person. `why`: why just this one does."""
+    return f"{entry.name} of {entry.owner}" + (f" ({why})" if why else "")
+
+
 def why_waiting(verdict: Verdict) -> str:
     """Return why a run waits, for a person, with the time of day at which it has room."""
     if verdict.room_at is None or verdict.asks:
@@ -282,7 +296,11 @@ def turn_of(job: Job, events: Events) -> Turn:
 
     A Ray that this process started serves only its own runs, so it has no queue.
     """
-    return QueuedTurn(job, events) if job.queue.enabled and not connect.is_local_ray() else Turn()
+    if not job.queue.enabled or connect.is_local_ray():
+        return Turn()
+    turn = QueuedTurn(job, events)
+    events.add_reader(turn.note_event)
+    return turn
 
 
 def seen_cluster(job: Job) -> Cluster:

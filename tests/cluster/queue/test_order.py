@@ -15,11 +15,13 @@ from raydist.cluster.queue.entry import (
     LEAVING,
     PLACING,
     RUNNING,
+    VERSION,
     Demand,
     Entry,
     read_entry,
 )
-from raydist.cluster.queue.order import Cluster, order_runs, place_bundles
+from raydist.cluster.queue.order import MAX_EXACT, Cluster, order_runs, place_bundles
+from raydist.cluster.queue.stop_cost import StopCost
 
 NOW = 1000.0
 EXEMPT_S = 60.0
@@ -206,6 +208,108 @@ def test_who_makes_way(running: list[Entry], line: list[Entry], expected: list[s
     assert asked([*running, *line], FULL) == expected
 
 
+def costs(entry: Entry, rank_seconds: float) -> Entry:
+    """Return the run with one rank that has had no new state for so long."""
+    return replace(entry, stop=StopCost(state_at=NOW - rank_seconds))
+
+
+@pytest.mark.parametrize(
+    ("running", "bundles", "expected"),
+    [
+        pytest.param(
+            [costs(runs("a", 1, placed=1.0), 12), costs(runs("b", 2, placed=2.0), 340)],
+            1,
+            ["a"],
+            id="the cheapest one",
+        ),
+        pytest.param(
+            [costs(runs("a", 1, placed=1.0), 12.2), costs(runs("b", 2, placed=2.0), 12.4)],
+            1,
+            ["b"],
+            id="less than a rank-second is noise: the last one placed",
+        ),
+        pytest.param(
+            [replace(runs("a", 1), stop=StopCost(8, save_s=2.0)), costs(runs("b", 2), 15)],
+            1,
+            ["b"],
+            id="the number of ranks and the time of a save count",
+        ),
+        pytest.param(
+            [costs(runs("a", 1, priority=-1), 5000), costs(runs("b", 2), 1)],
+            1,
+            ["a"],
+            id="priority comes before cost",
+        ),
+        pytest.param(
+            [
+                costs(runs("a", 1, priority=-1), 5000),
+                costs(runs("b", 2), 9),
+                costs(runs("c", 3), 3),
+            ],
+            2,
+            ["a", "c"],
+            id="one more of a higher priority: the cheapest",
+        ),
+        pytest.param(
+            [costs(runs("a", 1), 10), costs(runs("b", 2), 20), costs(runs("c", 3, 4), 29)],
+            2,
+            ["c"],
+            id="one large run for less than two small ones",
+        ),
+        pytest.param(
+            [costs(runs("a", 1), 10), costs(runs("b", 2), 20), costs(runs("c", 3, 4), 31)],
+            2,
+            ["a", "b"],
+            id="two small ones for less than a large one",
+        ),
+        pytest.param(
+            [costs(runs("a", 1), 0), costs(runs("b", 2, 3), 0)],
+            2,
+            ["b"],
+            id="none in vain, even for nothing",
+        ),
+        pytest.param(
+            [costs(replace(runs("a", 1), yields=False), 0), costs(runs("b", 2), 340)],
+            1,
+            ["b"],
+            id="one that cannot stop costs nothing in vain",
+        ),
+        pytest.param(
+            [costs(runs("a", 1, placed=NOW - 1), 0), costs(runs("b", 2), 340)],
+            1,
+            ["b"],
+            id="its exemption",
+        ),
+    ],
+)
+def test_those_make_way_whose_stop_costs_least(
+    running: list[Entry], bundles: int, expected: list[str]
+) -> None:
+    nodes = [node(number, 0) for number in range(1, 5)]
+    assert asked([*running, waits("urgent", bundles, priority=1)], nodes) == expected
+
+
+def test_among_many_runs_no_one_makes_way_in_vain() -> None:
+    count = MAX_EXACT + 1
+    nodes = [node(number, 0) for number in range(count + 2)]
+    running = [costs(runs(f"r{number}", number), 9 - number) for number in range(count)]
+    running.append(costs(runs("large", count, count + 1), 100))
+    assert asked([*running, waits("urgent", 1, priority=1)], nodes) == ["r8"]
+    # The large one completes the room; of the others the most expensive one stays.
+    urgent = waits("urgent", count + 1, priority=1)
+    assert asked([*running, urgent], nodes) == ["large", *(f"r{n}" for n in range(1, count))]
+
+
+def test_a_run_that_makes_way_is_told_why() -> None:
+    running = [costs(runs("a", 1), 12), costs(runs("b", 2), 340), costs(runs("c", 3), 41)]
+    verdicts = order_runs([*running, waits("urgent", priority=1)], Cluster(FULL), (), NOW)
+    assert verdicts["urgent/0"].asks == {
+        "a/0": "its stop costs 12 rank-seconds, that of c 41, that of b 340"
+    }
+    no_choice = order_runs([running[0], waits("urgent", priority=1)], Cluster(FULL[:1]), (), NOW)
+    assert no_choice["urgent/0"].asks == {"a/0": ""}
+
+
 def limited(id: str, limit_s: float, since: float = 1.0, bundles: int = 1) -> Entry:
     return replace(waits(id, bundles, since=since), limit_s=limit_s)
 
@@ -325,9 +429,9 @@ def test_what_always_holds(line: list[tuple[int, int, bool, float]], free: list[
 
 
 def test_an_entry_survives_the_store() -> None:
-    entry = replace(runs("a", 1, 2), beat=3)
+    entry = replace(runs("a", 1, 2), beat=3, stop=StopCost(4, 2.5, NOW))
     assert read_entry(entry.to_json()) == entry
-    newer = json.dumps({**json.loads(entry.to_json()), "version": 2}).encode()
+    newer = json.dumps({**json.loads(entry.to_json()), "version": VERSION + 1}).encode()
     assert read_entry(newer) is None
     assert read_entry(b"not JSON") is None
     assert read_entry(b"[]") is None
