@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, Protocol, TypeVar
 
 from raydist.messages.rank import GoOn, Meet, ParkRank, ParkReply, RankMessage
@@ -91,6 +91,11 @@ class InPlace:
     def take(self, message: RankMessage) -> None:
         """Handle a message of the agent, in the channel's thread."""
         if not isinstance(message, ParkRank):
+            if isinstance(message, GoOn):
+                # Not when the main thread gets it: a rank of the new attempt may have been killed
+                # by then, and its ParkRank must not be taken for the one before.
+                with self._lock:
+                    self._called.clear()
             self._messages.put(message)
             return
         with self._lock:
@@ -225,12 +230,7 @@ class InPlace:
         message: RankMessage | None = None
         while not isinstance(message, GoOn):  # others belong to the attempt that is over
             message = self._messages.get()
-        self._go_on(message.env)
-
-    def _go_on(self, env: Mapping[str, str]) -> None:
-        os.environ.update(env)
-        with self._lock:
-            self._called.clear()
+        os.environ.update(message.env)
 
 
 def has_lost_peer(error: BaseException) -> bool:

@@ -34,6 +34,7 @@ WORDS = (
     "data.batch_size=8",
     "snapshot.every=1",
     "restart.max=9",
+    "hang.limit_s=90",
 )
 
 
@@ -48,7 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def train(
     *words: str, struck: tuple[Fault, ...] = (), job: Any = faults.training, **more: Any
 ) -> Result[Any]:
-    return raydist.run(job, *WORDS, *words, struck=struck, **more)
+    done = raydist.run(job, *WORDS, *words, struck=struck, **more)
+    hangs = [each["text"] for each in events(done, "hang")]
+    assert "hang" not in [each["cause"] for each in events(done, "stop")], hangs
+    return done
 
 
 def pids(done: Result[Any]) -> list[dict[int, int]]:

@@ -40,11 +40,15 @@ class Rank:
         self.sent: list[Any] = []
         self.replies: list[ParkReply] = []
         self.replied = threading.Semaphore(0)
+        self.answers: list[list[Any]] = []
+        """What the agent sends for each reply, in turn."""
         self.group = Group()
         self.in_place = InPlace(1, self.sent.append, self._reply)
 
     def _reply(self, message: ParkReply) -> None:
         self.replies.append(message)
+        for each in self.answers.pop(0) if self.answers else []:
+            self.in_place.take(each)
         self.replied.release()
 
     def meet(self) -> None:
@@ -52,9 +56,8 @@ class Rank:
 
     def call_into(self, attempt: int) -> None:
         """Call the rank out of its training, and let it meet the ranks of this attempt."""
+        self.answers.append([go_on(attempt), Meet(attempt, contacts("mine"))])
         self.in_place.take(ParkRank())
-        self.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": str(attempt)}))
-        self.in_place.take(Meet(attempt, contacts("mine")))
 
     def outlive(self, train: Callable[[], str], why_not: str = "") -> str:
         return self.in_place.outlive(train, self.meet, lambda: why_not)
@@ -64,6 +67,10 @@ class Rank:
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     return Rank()
+
+
+def go_on(attempt: int) -> GoOn:
+    return GoOn({"TORCHELASTIC_RESTART_COUNT": str(attempt)})
 
 
 def contacts(*handles: str) -> list[str]:
@@ -76,10 +83,9 @@ def test_a_rank_that_is_called_trains_again_once_all_meet_again(rank: Rank) -> N
     def train() -> str:
         attempts.append(len(attempts))
         if len(attempts) == 1:
+            late, meet = Meet(0, contacts("late")), Meet(1, contacts("other", "mine"))
+            rank.answers.append([go_on(1), late, meet])
             rank.in_place.take(ParkRank())
-            rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
-            rank.in_place.take(Meet(0, contacts("late")))
-            rank.in_place.take(Meet(1, contacts("other", "mine")))
             raise RuntimeError("Connection closed by peer")
         return "done"
 
@@ -111,10 +117,9 @@ def test_a_rank_that_is_called_while_it_waits_for_others_waits_again(rank: Rank)
     def train() -> str:
         attempts.append(1)
         if len(attempts) == 1:
-            for number in (1, 2):
-                rank.in_place.take(ParkRank())
-                if number == 1:
-                    rank.in_place.take(GoOn({"TORCHELASTIC_RESTART_COUNT": "1"}))
+            rank.answers.append([go_on(1)])
+            rank.in_place.take(ParkRank())
+            rank.in_place.take(ParkRank())  # the agent asks once; a second call changes nothing
             raise RuntimeError("Connection closed by peer")
         return "done"
 
@@ -122,6 +127,25 @@ def test_a_rank_that_is_called_while_it_waits_for_others_waits_again(rank: Rank)
     agent.start()
     assert rank.outlive(train) == "done"
     agent.join()
+    assert rank.replies == [ParkReply(""), ParkReply("")]
+    assert [number for number, _ in rank.group.connected] == [2]
+
+
+def test_a_rank_that_is_called_before_it_goes_on_is_called_again(rank: Rank) -> None:
+    """A new rank of the next attempt was killed before the main thread has woken up."""
+    attempts: list[int] = []
+
+    def train() -> str:
+        attempts.append(1)
+        if len(attempts) == 1:
+            rank.answers.append([go_on(1), ParkRank()])
+            rank.answers.append([go_on(2), Meet(2, contacts("mine"))])
+            rank.in_place.take(ParkRank())
+            raise RuntimeError("Connection closed by peer")
+        return "done"
+
+    assert rank.outlive(train) == "done"
+    assert len(attempts) == 2
     assert rank.replies == [ParkReply(""), ParkReply("")]
     assert [number for number, _ in rank.group.connected] == [2]
 
