@@ -143,28 +143,18 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
 def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[str]:
     """Yield the lines about the mesh and the memory of a rank.
 
-    They are `mesh pp 2 x …`, and `memory parameters 1.00 + gradients 1.00 + adamw 2.00 = 4.00 GiB
-    on each rank, …`.
+    They are `mesh pp 2 x …`, and `memory parameters 1.00 + adamw 2.00 + … = 4.00 GiB at the peak,
+    on each rank`.
     """
     if divides(job.parallel):
         sharded = f"replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
         yield f"mesh pp {shape.pp} x {sharded}"
     if memory:
-        sizes = {name: size / 2**30 for name, size in memory.items()}
-        gathered, active = sizes.pop("gathered"), sizes.pop("activations", None)
-        kept = sizes.items()
-        sums = (
-            f"{' + '.join(f'{name} {size:.2f}' for name, size in kept)} = "
-            f"{sum(size for _, size in kept):.2f} GiB"
-        )
-        what = "block is" if shape.pp == 1 else "stage and its gradients are"
+        parts = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items() if size)
         most = "each rank" if shape.pp == 1 else "each rank of the largest stage"
-        more = (
-            "the activations"
-            if active is None
-            else f"at most {active:.2f} GiB of activations before the loss"
-        )
-        yield f"memory {sums} on {most}, {gathered:.2f} GiB while a {what} gathered, and {more}"
+        more = "" if "activations" in memory else ", without the activations"
+        peak = f"{'at most ' if shape.tp > 1 else ''}{sum(memory.values()) / 2**30:.2f} GiB"
+        yield f"memory {parts} = {peak} at the peak on {most}{more}"
 
 
 def view_cluster(job: Job) -> ClusterView:

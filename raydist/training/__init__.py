@@ -21,8 +21,7 @@ of it.
     heads.py              The attention heads of a model, which the ranks of a tp group must divide
                           evenly
     loop.py               The training loop: epochs, evaluation, checkpoints, resume, reports
-    memory.py             Bytes that a model takes on a rank: weights, gradients, optimizer, a
-                          gathered block
+    memory.py             The most bytes that the training of a model takes on a rank, by their use
     meta.py               Creates the values of a model on meta: the same whole, by blocks, or in a
                           stage
     model_call.py         How a batch becomes the arguments of a model, and the loss that a model

@@ -1,4 +1,4 @@
-"""Bytes that a model takes on a rank: weights, gradients, optimizer, a gathered block. (rank side)
+"""The most bytes that the training of a model takes on a rank, by their use. (rank side)
 
 `python -m raydist.training.memory` answers tools.plan, which may run where torch is not installed.
 """
@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from itertools import zip_longest
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -53,31 +54,86 @@ def states_of(settings: config.Optim) -> float:
 def memory_of(
     model: nn.Module, job: config.Job, shape: MeshShape, states: float | None = None
 ) -> dict[str, int]:
-    """Return the bytes by their use, on the rank with the most.
+    """Return the bytes by their use at the peak, on the rank with the most. Their sum is the peak.
 
     `states`: what `states_of` returns; None: it is called.
-    `model`: on meta, or fake. `activations` are included if it is fake and has a method `example`,
-    which makes an input of a number of samples. They are an upper bound: in a tp group they do not
-    count the division of its layers. ConfigError: the model cannot be divided this way.
+    `model`: on meta, or fake. Activations are known if it is fake and has a method `example`, which
+    makes an input of a number of samples; else the peak is that at the end of the backward pass.
+    They are an upper bound: in a tp group they do not count the division of its layers.
+    ConfigError: the model cannot be divided this way.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     blocks = find_blocks(model, job.parallel.blocks)
     check_heads(model, shape.tp)
     parts = cut_model(model, blocks, shape.pp) if shape.pp > 1 else [model]
     states = states_of(job.optim) if states is None else states
-    found = [_of_part(part, blocks, job, shape, plan, states) for part in parts]
-    for of_part, bytes_ in zip(found, activations(model, parts, job, shape), strict=False):
-        of_part["activations"] = bytes_
-    return max(found, key=lambda of_part: sum(of_part.values()))
+    passes = activations(model, parts, job, shape)
+    found = [
+        moment
+        for part, of_pass in zip_longest(parts, passes)
+        for moment in _moments(_of_part(part, blocks, job, shape, plan), of_pass, job, states)
+    ]
+    return max(found, key=lambda moment: sum(moment.values()))
+
+
+class Division(NamedTuple):
+    """The bytes of a stage, or the whole model, on a rank."""
+
+    own: int
+    """Of this rank's parts of the parameters."""
+    trained: int
+    """Of those that are trained."""
+    gathered: int
+    """Of what is whole during a pass: a block and what is outside of blocks; a stage, and its
+    gradients."""
+    block: int
+    """Of the gradients of the largest block."""
+    outside: int
+    """Of the gradients of what is outside of blocks."""
+
+
+class Pass(NamedTuple):
+    """The bytes of a forward pass, and of the backward pass through one block."""
+
+    kept: int
+    """Of what the forward passes keep for the backward passes."""
+    loss: int
+    recomputed: int
+    """Of what one block computes again, and of the gradients of that; 0 without recomputation."""
+
+
+def _moments(
+    division: Division, of_pass: Pass | None, job: config.Job, states: float
+) -> Iterator[dict[str, int]]:
+    """Yield the bytes by their use at each moment that may be the peak.
+
+    With `of_pass` they have `activations`, which may be 0.
+    """
+    held = {"parameters": division.own, job.optim.title: int(states * division.trained)}
+    gradients, gathered = {"gradients": division.trained}, {"gathered": division.gathered}
+    # A block's gradients are whole, and so is the copy of them that ranks send.
+    sent = {"sent": 2 * division.block}
+    # What is outside of blocks is sent last, when nothing is gathered any more.
+    ends = [gathered | sent, {"sent": 2 * division.outside}]
+    if of_pass is None:
+        yield from (held | gradients | end for end in ends)
+        return
+    yield from (held | gradients | {"activations": 0} | end for end in ends)
+    begun = held | (gradients if job.train.accumulate > 1 else {}) | gathered
+    begun["activations"] = of_pass.kept
+    yield begun | {"loss": of_pass.loss}
+    yield begun | {"recomputed": of_pass.recomputed} | sent
 
 
 def activations(
     model: nn.Module, parts: Sequence[nn.Module], job: config.Job, shape: MeshShape
-) -> list[int]:
-    """Return the bytes that each part's forward passes keep for the backward passes.
+) -> list[Pass]:
+    """Return what the passes of each part take. Empty if that cannot be determined here.
 
-    With `train.recompute` they include what one block computes again. Empty if they cannot be
-    determined here.
+    The loss is taken to be the cross entropy of the output in fp32, which has three tensors of its
+    size at once: the logarithms of the probabilities, which the forward pass keeps, their gradient,
+    and the gradient of the output. A pipeline keeps the output, too. Other losses have no more.
+    What a model keeps for a loss of its own is among its activations.
     """
     example: Any = getattr(model, "example", None)
     if example is None or any(value.is_meta for value in model.parameters()):
@@ -89,12 +145,11 @@ def activations(
     given = example(
         samples, **{name: value for name, value in job.job.args.items() if name in known}
     )
-    on_their_way = count if job.parallel.schedule == "gpipe" else min(count, shape.pp)
     half = torch.bfloat16 if job.train.precision == "bf16" else None
     how = job.train.recompute
     blocks = [] if how == "none" else find_blocks(model, job.parallel.blocks)
     found = []
-    for part in parts:
+    for stage, part in enumerate(parts):
         values = {
             name: _cast(value, half)
             for name, value in (*part.named_parameters(), *part.named_buffers())
@@ -102,7 +157,11 @@ def activations(
         kept = Kept({_storage(value) for value in values.values()})
         with kept.watch(part, blocks, selective=how == "selective"):
             given = torch.func.functional_call(part, values, given)
-        found.append(on_their_way * sum(kept.bytes.values()) + kept.largest_block)
+        on_their_way = count if job.parallel.schedule == "gpipe" else min(count, shape.pp - stage)
+        last = stage == len(parts) - 1
+        scores = sum(each.numel() for each in tensors_in(given) if each.is_floating_point())
+        loss = (3 if shape.pp == 1 else 4) * scores * torch.float32.itemsize if last else 0
+        found.append(Pass(on_their_way * sum(kept.bytes.values()), loss, kept.largest_block))
     return found
 
 
@@ -115,7 +174,8 @@ class Kept:
         self.bytes: dict[int, int] = {}
         """The bytes of each storage that is kept between the passes."""
         self.largest_block = 0
-        """The most bytes that a block computes again in the backward pass."""
+        """The most bytes of what a block computes again in the backward pass, and of the gradients
+        that this pass has at once: two of its largest tensor."""
         self._block: dict[int, int] | None = None
         """What the block keeps that is computed now, if it computes it again later."""
         self._alive: list[torch.Tensor] = []
@@ -149,8 +209,8 @@ class Kept:
 
         def end(block: nn.Module, inputs: Any, output: Any) -> None:
             again = (self._block or {}).items()
-            own = sum(bytes_ for storage, bytes_ in again if storage not in self.bytes)
-            self.largest_block = max(self.largest_block, own)
+            own = [bytes_ for storage, bytes_ in again if storage not in self.bytes]
+            self.largest_block = max(self.largest_block, sum(own) + 2 * max(own, default=0))
             self._block = None
 
         here = [each for each in model.modules() if each in blocks]
@@ -213,9 +273,8 @@ def _of_part(
     job: config.Job,
     shape: MeshShape,
     plan: Iterable[str],
-    states: float,
-) -> dict[str, int]:
-    """Return the bytes as `memory_of` does, for a stage or the whole model."""
+) -> Division:
+    """Return the bytes of a stage, or the whole model."""
     own = trained = 0
     for name, value in part.named_parameters():
         layer = name.rpartition(".")[0]
@@ -226,26 +285,28 @@ def _of_part(
         )
         own += bytes_
         trained += bytes_ * value.requires_grad
-    whole = sum(value.nbytes for value in part.parameters())
-    sizes = [
-        sum(value.nbytes for value in each.parameters())
-        for each in part.modules()
-        if each in blocks
-    ]
-    gathered = whole if shape.pp > 1 else max(sizes) + shape.tp * (whole - sum(sizes))
-    gathered //= shape.tp * (2 if job.train.precision == "bf16" else 1)
+    smaller = 2 if job.train.precision == "bf16" else 1
     if shape.pp > 1:
         # a stage stays gathered for all micro-batches of a step, as do its gradients, which are in
         # fp32
-        gathered += (
-            sum(value.nbytes for value in part.parameters() if value.requires_grad) // shape.tp
-        )
-    return {
-        "parameters": own,
-        "gradients": trained,
-        job.optim.title: int(states * trained),
-        "gathered": gathered,
-    }
+        whole = _size(part, frozen=True) // smaller + _size(part)
+        return Division(own, trained, whole // shape.tp, 0, 0)
+    inside = [each for each in part.modules() if each in blocks]
+    gathered = sum(_largest_and_rest(part, inside, shape.tp, frozen=True)) // smaller
+    return Division(own, trained, gathered, *_largest_and_rest(part, inside, shape.tp))
+
+
+def _largest_and_rest(
+    model: nn.Module, blocks: Sequence[nn.Module], tp: int, frozen: bool = False
+) -> tuple[int, int]:
+    """Return the bytes of the largest block and of what is outside of blocks, on a rank."""
+    sizes = [_size(each, frozen) for each in blocks]
+    return max(sizes) // tp, _size(model, frozen) - sum(sizes)
+
+
+def _size(module: nn.Module, frozen: bool = False) -> int:
+    """Return the bytes of the parameters. `frozen`: with those that are not trained."""
+    return sum(each.nbytes for each in module.parameters() if frozen or each.requires_grad)
 
 
 def part_bytes(value: torch.Tensor, shard: int, tp: int) -> int:

@@ -232,6 +232,7 @@ def test_the_memory_of_a_rank(
         "gradients": 4 * trained,
         optim.name: 4 * trained * states,
         "gathered": 4 * (8 * 9 + 9) // shape.tp,
+        "sent": 2 * 4 * (5 * 8) // shape.tp,
     }
 
 
@@ -246,7 +247,7 @@ def test_the_memory_of_the_largest_stage() -> None:
     memory = memory_of(model, job, mesh_shape(job.parallel, 8, 8))
     # for all micro-batches of a step a rank has the stage and its gradients whole
     assert memory == {
-        "parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": 2 * largest
+        "parameters": largest / 4, "gradients": largest / 4, "adamw": largest / 2, "gathered": 2 * largest, "sent": 0
     }  # fmt: skip
 
 
@@ -368,7 +369,8 @@ def test_the_activations_are_those_that_forward_passes_keep() -> None:
         Parallel(pp=4, microbatches=12)
     )  # 4 of 12 parts of 24 samples are on their way
     assert real / 4 / 6 * 8 == pytest.approx(one_of_four, rel=0.3)
-    assert planned(Parallel(pp=4, microbatches=12, schedule="gpipe")) == 3 * one_of_four
+    gpipe = planned(Parallel(pp=4, microbatches=12, schedule="gpipe"))  # all 12, of the last stage
+    assert gpipe == pytest.approx(3 * one_of_four, rel=0.2)
 
 
 def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,11 +385,12 @@ def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) 
     assert plan.main([*words, "group=inline", "backend=gloo", "train.precision=bf16"]) == 0
     # 8.03e9 parameters in fp32 on 8 ranks; a block and what is outside of blocks in bf16
     output = capsys.readouterr().out
-    assert (
-        "memory parameters 3.74 + gradients 3.74 + adamw 7.48 = 14.96 GiB on each rank, 2.36"
-        in output
+    parts = (
+        r"memory parameters 3.74 \+ adamw 7.48 \+ gathered 2.36 \+ activations (\S+) \+ loss 2.94"
     )
-    assert re.search(r"gathered, and at most \d+\.\d\d GiB of activations before the loss", output)
+    found = re.search(rf"{parts} = (\S+) GiB at the peak on each rank\n", output)
+    assert found, output
+    assert float(found[2]) == pytest.approx(3.74 + 7.48 + 2.36 + float(found[1]) + 2.94, abs=0.03)
 
 
 # Blocks, heads and groups
