@@ -14,6 +14,18 @@ versions=$node/versions.txt
 version() {
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 }
+
+# missing PACKAGE VERSION: says so if pip has no such version for this Python.
+missing() {
+    local name=$1 wanted=$2 found
+    found=$("$env/bin/python" -m pip index versions "$name" 2>/dev/null | sed -n "s/^$name (\(.*\))$/\1/p; s/^Available versions: //p")
+    [ -n "$wanted" ] && [ -n "$found" ] || return 0
+    case ", $(tail -n 1 <<<"$found")," in
+        *", $wanted,"* | *", $wanted+"*) ;;
+        *) echo "raydist: $(hostname) has Python $has, for which pip finds no $name $wanted; the newest is $(head -n 1 <<<"$found"):" \
+            "in setup_commands put ${name^^}=$(head -n 1 <<<"$found"), or PYTHON=python3.12 if all nodes have that" >&2 ;;
+    esac
+}
 has=$(version "$python")
 follows=no
 if [ -n "${RAY_HEAD_IP:-}" ] && [ -f "$versions" ]; then
@@ -42,7 +54,13 @@ if [ "$follows" = no ]; then
 fi
 "$env/bin/python" "$node/versions.py" read "$chosen" >"$env/constraints.txt"
 "$env/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$env/constraints.txt" \
-    "$HOME/.raydist/src" "$@"
+    "$HOME/.raydist/src" "$@" || {
+    if [ "$follows" = no ]; then # A new release often has no package for the oldest Python.
+        missing ray "${RAY:-}"
+        missing torch "${TORCH:-}"
+    fi
+    exit 1
+}
 if [ -z "${RAY_HEAD_IP:-}" ]; then
     "$env/bin/python" "$node/versions.py" write "$versions"
 fi

@@ -136,6 +136,18 @@ def test_a_node_that_joins_after_a_release_gets_the_heads_versions(
     assert (late.has("ray"), late.has("torch")) == (["1.0"], ["1.0+cu130"])
 
 
+def test_a_version_without_a_package_for_this_python_is_named(tmp_path: Path, index: Path) -> None:
+    """As the newest torch often has none for the Python of an older image: pip leaves it out."""
+    head = Node(tmp_path / "head", index)
+    done = head.setup("RAY=1.0 TORCH=2.0")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert f"has Python {OWN}, for which pip finds no torch 2.0; the newest is 1.0+cu130:" in last
+    assert "put TORCH=1.0+cu130, or PYTHON=python3.12 if all nodes have that" in last
+    done = head.setup("RAY=1.0 TORCH=1.0+cu130")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_head_gets_the_versions_that_the_file_names(tmp_path: Path, index: Path) -> None:
     """A torch of its image stays: it was built for the machine's driver."""
     release(index, "ray", "2.0")
