@@ -117,7 +117,12 @@ def resources_for(
     need = rank_resources(scale, gpus)
     if capacity:
         cluster_nodes.check_resource_names(need, [have for have, _ in capacity])
-    request = resource_request(scale_between(scale, need, chosen), backend, need, capacity)
+    if job.queue.enabled and job.queue.shrink:
+        # Ray frees only whole placement groups: whatever can be given up is in others.
+        sized = replace(scale, nodes=scale.nodes or 1)
+    else:
+        sized = scale_between(scale, need, chosen)
+    request = resource_request(sized, backend, need, capacity)
     if types is not None and not cluster_nodes.holds(request, capacity):
         raise never_fits(scale, request, capacity, cluster_nodes.listing(chosen, coming, need))
     check_parallel(job, request)

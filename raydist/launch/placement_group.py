@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -73,7 +74,7 @@ def placed_group(
             events.add(kinds.Phase(name="place", s=time.time() - began - turn.waited_s))
             actors = gang.actors if gang else Actors(plan, held, options)
             hosts = RayHosts(job, address, held, actors, events)
-            hosts.turn = turn
+            hosts.take_turn(turn)
             with WorkerGroup(plan, hosts, events) as group:
                 yield group
             if gangs is not None and hosts.standby is None and not turn.wanted_by():
@@ -109,6 +110,12 @@ class RayHosts(Hosts):
                 actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid
             )
 
+    def take_turn(self, turn: Turn) -> None:
+        """Obey the queue in which this is the run's turn."""
+        self.turn = turn
+        if self.standby is not None:
+            self.standby.turn = turn
+
     def call(self, rank: int, request: Request[AnyReply]) -> Future[AnyReply]:
         return self._actors.call(rank, request)
 
@@ -125,7 +132,11 @@ class RayHosts(Hosts):
         all others where they are.
         """
         if self.standby is not None:
-            return self.standby.replace_nodes(lost)
+            plan = self.standby.replace_nodes(lost)
+            bundles = {(slot.bundle, slot.node.id) for slot in plan.slots}
+            held = Counter(node for _, node in bundles)
+            self.turn.note_size(held, self.standby.spare_nodes())
+            return plan
         before = self._actors.plan
         found = wait_until_placed(self._held, before.request, self._job.scale.wait_s, self._events)
         self._actors.replace(lost, placement.replace_nodes(before, found))

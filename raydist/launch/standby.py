@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches
 from raydist.cluster.placement import Plan
+from raydist.cluster.queue.turn import Turn
 from raydist.cluster.shortage import describe_shortage
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.messages.agent import Close, Open, Opened
@@ -43,6 +44,9 @@ class StandbyNodes:
 
     Lost nodes are replaced by them.
     """
+
+    turn = Turn()
+    """The run's place in the cluster's queue. The owner sets it; this one is for a run outside."""
 
     def __init__(
         self,
@@ -105,6 +109,10 @@ class StandbyNodes:
                 del self._warm[bundle]
                 self._actors.kill_bundle(bundle)
         self._stop_avoiding(placed)
+        grows = not self.elastic or self.turn.may_grow()
+        if not grows:
+            self._drop_unused(used)
+            placed = {each: node for each, node in placed.items() if each in self._actors.groups}
         taken = {
             node.id for bundle, node in placed.items() if bundle in used or bundle in self._warm
         }
@@ -118,7 +126,8 @@ class StandbyNodes:
             # The bundle's node has another bundle, or is avoided.
             elif self._actors.groups[bundle][0] is not self._first_group:
                 remove_placement_group(self._actors.groups.pop(bundle)[0])
-        self._request_nodes(placed)
+        if grows:
+            self._request_nodes(placed)
         return placed
 
     def _avoid(self, node: Node, used: int, placed: Mapping[int, Node]) -> bool:
@@ -164,13 +173,48 @@ class StandbyNodes:
         roomy = [node for node in fit if fit_count(node.free, request.bundles[0])]
         return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
 
+    def _drop_unused(self, used: Collection[int]) -> None:
+        """Give back the additional bundles without ranks: another run waits for room."""
+        for bundle, (group, _) in list(self._actors.groups.items()):
+            if bundle not in used and group is not self._first_group:
+                self._warm.pop(bundle, None)
+                self._avoiding_since.pop(bundle, None)
+                self._give_back(bundle)
+
+    def _give_back(self, bundle: int) -> None:
+        """End the actors of an additional bundle, and free its room."""
+        from ray.util.placement_group import remove_placement_group
+
+        self._actors.kill_bundle(bundle)
+        remove_placement_group(self._actors.groups.pop(bundle)[0])
+
+    def spare_nodes(self) -> list[str]:
+        """Return the ids of the nodes with ranks that can be given up one by one, last one first.
+
+        Ray cannot free one bundle of a placement group, so those of the first group stay.
+        """
+        groups, plan = self._actors.groups, self._actors.plan
+        own = {bundle for bundle, (group, _) in groups.items() if group is not self._first_group}
+        more = [slot for slot in plan.leads if slot.bundle in own]
+        return [slot.node.id for slot in more[::-1]][: max(0, len(plan.nodes) - self._min)]
+
+    def leaving(self) -> set[str]:
+        """Return the ids of the nodes that another run needs, and this one can give up."""
+        request = self.turn.nodes_wanted()
+        return set(request.nodes) & set(self.spare_nodes()) if request else set()
+
     def growth(self) -> str:
         """Refresh, and return a description of how the job can grow; empty if it can't.
 
-        It can if it can use more nodes and all standby nodes are warm.
+        It can if it can use more nodes and all standby nodes are warm. If another run needs some of
+        its nodes, it shrinks instead.
         """
         self.refresh()
         now = len(self._actors.plan.nodes)
+        request, leaving = self.turn.nodes_wanted(), self.leaving()
+        if request and leaving:
+            less = counted(now - len(leaving), "node")
+            return f"{less} now, {now} before; makes way for {request.for_whom}"
         ready = [warm for warm in self._warm.values() if warm.first_reply.done()]
         if not self.elastic or not ready or len(ready) < len(self._warm) or now >= self._max:
             return ""
@@ -193,6 +237,10 @@ class StandbyNodes:
         for slot in (self._actors.plan.slots[rank] for rank in lost):
             self._lost_bundles.add((slot.bundle, slot.node.id))
             self._actors.kill_bundle(slot.bundle)
+        leaving = self.leaving()
+        for slot in self._actors.plan.leads:
+            if slot.node.id in leaving and slot.rank in lost:
+                self._give_back(slot.bundle)
         while (plan := self._next_plan()) is None:
             waiting.report(self._describe_missing())
             time.sleep(POLL_S)

@@ -268,11 +268,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [slot.rank for slot in self.plan.slots if slot.rank not in is_open]
 
     def draining_ranks(self) -> list[int]:
-        """Return the ranks on draining nodes; none if too few other nodes remain for the job."""
+        """Return the ranks on nodes that are draining or given up to another run.
+
+        None if too few other nodes remain for the job.
+        """
         standby = self.hosts.standby
         if standby is None:
             return []
-        draining = self.hosts.draining()
+        draining = self.hosts.draining().keys() | standby.leaving()
         ranks = [slot.rank for slot in self.plan.slots if slot.node.id in draining]
         return ranks if ranks and standby.enough_remain() else []
 

@@ -35,7 +35,8 @@ attempt or the reason why there is none.
                           of ranks
     rank_logs.py          What each rank printed, in the run folder: rank-N.log, and rank-N.nccl of
                           NCCL
-    resize.py             Notices, while ranks train, that nodes have joined which the run can use
+    resize.py             Notices, while ranks train, that nodes have joined, or that another run
+                          needs some
     silences.py           Which agents have not answered for too long
     stall.py              Heartbeats -> whether a rank is silent for longer than its own steps
                           explain

@@ -142,8 +142,9 @@ class Attempts:
             self._events.add(kinds.Regroup(number=retry.number, text=self._past[-1].resize))
         else:
             self._events.add(retry.as_event(job.restart))
-        # The nodes that stay have the state in memory, but they may be taken away too.
-        if policy.is_drained(self._past[-1]):
+        # The nodes that stay have the state in memory, but they may be taken away too; and those
+        # that are given up to another run may hold shards of it.
+        if policy.is_drained(self._past[-1]) or (retry.cause is None and group.draining_ranks()):
             self._flush(group)
         try:
             gone = {end.rank for end in self._past[-1].ends if end.gone}

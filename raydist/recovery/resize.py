@@ -1,4 +1,4 @@
-"""Notices, while ranks train, that nodes have joined which the run can use. (driver)"""
+"""Notices, while ranks train, that nodes have joined, or that another run needs some. (driver)"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class NodesJoined:
-    """A message: there are more nodes than the ranks use."""
+    """A message: there are more nodes than the ranks use, or another run needs some of theirs."""
 
     text: str
 

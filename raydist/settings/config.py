@@ -411,6 +411,9 @@ class Queue:
     """Time after which the run makes way for a run of equal priority, too, and waits at the end of
     the line: 4h, 1h30m, 90 (seconds); empty: none. A run with a limit may be placed before a larger
     one that waits, if the limit ends before that one can have room."""
+    shrink: bool = False
+    """An elastic run (scale.nodes=2..8) gives up nodes beyond its minimum, before another run is
+    stopped, and takes them again when no run waits. It begins with its minimum."""
     requeue: bool = True
     """Whether the run waits again once it has made way. If not, it ends as stopped, and resume=
     continues it."""

@@ -169,6 +169,10 @@ def _check_queue(job: Job) -> None:
     if job.queue.limit and not seconds_of("queue.limit", job.queue.limit):
         cause = "must be longer than nothing"
         raise ConfigError.of("queue.limit", job.queue.limit, cause, "queue.limit=4h")
+    if job.queue.shrink and job.scale.max_nodes is None:
+        cause = "the run has a fixed number of nodes"
+        right = f"scale.nodes=1..{max(2, job.scale.nodes or 2)} queue.shrink=true"
+        raise ConfigError.of("queue.shrink", "true", cause, right)
     if job.queue.limit and job.backend.name == "mpi":
         cause = "a run of mpirun does not make way, and would not end then"
         raise ConfigError.of("queue.limit", job.queue.limit, cause, "queue.limit=''")

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from raydist.cluster import connect
 from raydist.cluster.queue import order, store
@@ -23,6 +23,7 @@ from raydist.reporting.wording import table
 from raydist.settings.config import Job
 from raydist.settings.priority import priority_of
 from raydist.shared.errors import ConfigError, LaunchError, nearest
+from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.tools.plan import connected
 
@@ -151,21 +152,25 @@ def find_entry(entries: Sequence[Entry], run: str) -> Entry:
 def read_rows() -> list[QueueRow]:
     """Return a row for each run: those with room first, then the line."""
     found, now = store.read_all(), time.time()
-    verdicts = order.order_runs(found.entries, seen_cluster(Job()), found.requests.keys(), now)
+    verdicts = order.order_runs(found.entries, seen_cluster(Job()), found.requests, now)
 
     def row(entry: Entry) -> QueueRow:
         reason = why_waiting(verdicts[entry.id]) if entry.in_line else ""
         if entry.id in found.requests:
-            reason = f"for {found.requests[entry.id]}"
+            request = found.requests[entry.id]
+            part = f"gives up {counted(len(request.nodes), 'node')} " if request.nodes else ""
+            reason = f"{part}for {request.for_whom}"
         elif entry.has_room and entry.limit_s:
             reason = f"its limit ends at {time_of_day(entry.ends)}"
         elif entry.paused_by:
             reason = f"by {entry.paused_by}"
+        # An elastic run has taken more nodes than it asked for at first.
+        size = replace(entry.demand, bundles=sum(entry.held.values()) or entry.demand.bundles)
         return QueueRow(
             run=entry.name,
             owner=entry.owner,
             priority=entry.priority,
-            size=describe_request(entry.demand.as_request()),
+            size=describe_request(size.as_request()),
             state="paused" if entry.paused_by and not entry.has_room else entry.state,
             s=max(0.0, now - (entry.placed if entry.has_room else entry.since)),
             reason=reason,

@@ -204,6 +204,32 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     assert len(steps) - len(set(steps)) <= lost["repeated"]
 
 
+def test_a_run_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    site.add()
+    queued = ("scale=1..2x1", "queue=on", "queue.shrink=true", "queue.exempt_s=0")
+    run = site.start(tmp_path / "run", *queued)
+    run.wait_for_step(1)
+    resized(run, 1, 2)
+    # It is alone on its nodes, and would be stopped if the other run could not shrink.
+    site.add()
+    words = ("scale=1x1", "queue=on", "queue.exempt_s=0", "queue.priority=low")
+    other = site.start(tmp_path / "other", *words)
+    other.wait_for_step(1)
+    urgent = site.start(tmp_path / "urgent", "scale=1x1", "queue=on", "queue.priority=high")
+    urgent.wait_for_step(1)
+    resized(run, 1, 2, 1)
+    assert any("makes way for" in event["text"] for event in run.events("regroup"))
+    for each in (urgent, other):
+        (each.folder / "go").touch()
+        assert each.wait() == 0, each.screen
+    resized(run, 1, 2, 1, 2)
+    assert same(ended(run), whole)
+    assert not run.events("pause") + other.events("pause")
+    assert [event["repeated"] for event in run.events("restarted")] == [0, 0, 0]
+
+
 def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:

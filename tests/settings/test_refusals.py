@@ -391,6 +391,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "urgent",
         "queue.priority=high",
     ),
+    "a run that cannot shrink": (
+        ["queue=on", "queue.shrink=true", "scale=4x8"],
+        "queue.shrink",
+        "true",
+        "scale.nodes=1..4 queue.shrink=true",
+    ),
     "horovod with tcp": (
         ["backend=horovod", "init_method=tcp"],
         "init_method",

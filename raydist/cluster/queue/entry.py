@@ -78,6 +78,8 @@ class Entry:
     """Node id -> number of its bundles there, while it is running or leaving."""
     paused_by: str = ""
     """Who has paused it (user@host): it waits until it is resumed. Empty: nobody."""
+    spare: tuple[str, ...] = ()
+    """Ids of the nodes that it can give up one by one and go on (queue.shrink)."""
     stop: StopCost = field(default_factory=StopCost)
     """What it loses if it makes way."""
     beat: int = 0
@@ -117,6 +119,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class WayRequest:
+    """What the driver of a waiting run asks of one that has room."""
+
+    for_whom: str
+    """The run that needs the room, for a person, with the reason for the choice."""
+    nodes: tuple[str, ...] = ()
+    """Ids of the nodes that it is to give up; empty: all, it is to leave."""
+
+    def to_json(self) -> bytes:
+        """Return the request for the store."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True)
 class Instruction:
     """What a person wants of a run in the queue: `raydist queue pause`. Its driver removes it."""
 
@@ -138,7 +154,17 @@ def read_entry(value: bytes) -> Entry | None:
         plain: dict[str, Any] = json.loads(value)
         if plain.pop("version") != VERSION:
             return None
-        parts = {"demand": Demand(**plain["demand"]), "stop": StopCost(**plain["stop"])}
+        parts = {
+            "demand": Demand(**plain["demand"]),
+            "stop": StopCost(**plain["stop"]),
+            "spare": tuple(plain["spare"]),
+        }
         return Entry(**{**plain, **parts})
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def read_request(value: bytes) -> WayRequest:
+    """Return the request in a value of the store."""
+    plain = json.loads(value)
+    return WayRequest(plain["for_whom"], tuple(plain["nodes"]))

@@ -13,7 +13,7 @@ from itertools import chain, combinations
 from math import inf
 
 from raydist.cluster.nodes import Capacity, Node, fit_count, matches, room
-from raydist.cluster.queue.entry import LEAVING, Demand, Entry
+from raydist.cluster.queue.entry import LEAVING, Demand, Entry, WayRequest
 from raydist.cluster.shortage import describe_shortage
 from raydist.shared.rank_names import counted
 
@@ -41,6 +41,8 @@ class Verdict:
     asks: Mapping[str, str] = field(default_factory=dict)
     """Id of each running entry that is to make way for it -> why that one, for a person; empty if
     there was no choice."""
+    shrinks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Id of each running entry that is to give up nodes for it -> their ids."""
     room_at: float | None = None
     """The latest time at which it will have room, in seconds since the epoch; None if unknown."""
 
@@ -61,20 +63,24 @@ class Cluster:
 
 
 def order_runs(
-    entries: Iterable[Entry], cluster: Cluster, requests: Collection[str], now: float
+    entries: Iterable[Entry], cluster: Cluster, requests: Mapping[str, WayRequest], now: float
 ) -> dict[str, Verdict]:
     """Return what each run in line does, by id.
 
     Runs of higher priority come first, then those that entered first. The first that does not fit
     holds back all others: otherwise small runs would pass it forever. Only runs whose own limit
-    ends before it has room may pass it. `requests`: ids of entries that have been asked to
+    ends before it has room may pass it. `requests`: by id, those to
     make way. `now`: seconds since the epoch.
     """
     entries = list(entries)
     line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
     placed = [each for each in entries if each.has_room]
-    leaving = [each for each in placed if each.state == LEAVING or each.id in requests]
+    nodes_given = {id: request.nodes for id, request in requests.items() if request.nodes}
+    wholly = requests.keys() - nodes_given.keys()
+    leaving = [each for each in placed if each.state == LEAVING or each.id in wholly]
     staying = [each for each in placed if each not in leaving]
+    leaving += [only_on(each, nodes_given.get(each.id, ())) for each in staying]
+    staying = [without(each, nodes_given.get(each.id, ())) for each in staying]
     free = cluster.free
     verdicts: dict[str, Verdict] = {}
     for place, entry in enumerate(line):
@@ -89,12 +95,15 @@ def order_runs(
         else:
             reason = why_it_waits(entry, placed, free, cluster.nodes)
             asks: dict[str, str] = {}
+            shrinks: dict[str, tuple[str, ...]] = {}
             room_at: float | None = None
             soon = with_back(free, leaving)
             if place_bundles(entry.demand, soon, cluster.nodes) is None:
-                asks = make_way(entry, staying, soon, cluster.nodes, now)
+                shrinks = nodes_to_give_up(entry, staying, soon, cluster.nodes, now)
+                if not shrinks:
+                    asks = make_way(entry, staying, soon, cluster.nodes, now)
                 room_at = room_by_limits(entry, staying, soon, cluster.nodes, now)
-            verdicts[entry.id] = Verdict(False, reason, first=True, asks=asks, room_at=room_at)
+            verdicts[entry.id] = Verdict(False, reason, True, asks, shrinks, room_at)
         verdicts |= {each.id: Verdict(False, text) for each, text in behind(line, place)}
         if (room_at := verdicts[entry.id].room_at) is not None:
             passing = backfill(line[place + 1 :], free, cluster.nodes, room_at - now)
@@ -185,6 +194,47 @@ def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
     here = [(bundles, 1) for bundles in bundles_by_node(demand, free, cluster.nodes).values()]
     more = [(fit_count(have, demand.bundle), number) for have, number in cluster.coming]
     return bool(more) and room(demand.as_request(), [*here, *more]) >= demand.bundles
+
+
+def only_on(entry: Entry, nodes: Collection[str]) -> Entry:
+    """Return the entry with its bundles on these nodes only."""
+    return replace(entry, held={id: count for id, count in entry.held.items() if id in nodes})
+
+
+def without(entry: Entry, nodes: Collection[str]) -> Entry:
+    """Return the entry without these nodes."""
+    return replace(
+        only_on(entry, entry.held.keys() - nodes),
+        spare=tuple(id for id in entry.spare if id not in nodes),
+    )
+
+
+def nodes_to_give_up(
+    entry: Entry, staying: Sequence[Entry], free: Free, nodes: Sequence[Node], now: float
+) -> dict[str, tuple[str, ...]]:
+    """Return which runs give up which nodes for this one, by id; {} if that is not enough.
+
+    The lowest priority comes first, then the run that was placed last. Only raydist.fit stops after
+    a step without more ado. The arguments are those of `make_way`.
+    """
+    able = [each for each in staying if each.makes_way_for(entry, now) and not each.stop.state_at]
+    able.sort(key=lambda each: (each.priority, -each.placed))
+    parts = [only_on(each, (node,)) for each in able for node in each.spare]
+
+    def enough(chosen: Sequence[Entry]) -> bool:
+        return place_bundles(entry.demand, with_back(free, chosen), nodes) is not None
+
+    if not enough(parts):
+        return {}
+    chosen = next(parts[:n] for n in range(1, len(parts) + 1) if enough(parts[:n]))
+    for each in reversed(chosen):
+        fewer = [other for other in chosen if other is not each]
+        if enough(fewer):
+            chosen = fewer
+    given: dict[str, tuple[str, ...]] = {}
+    for each in chosen:
+        given[each.id] = (*given.get(each.id, ()), *each.held)
+    return given
 
 
 def make_way(

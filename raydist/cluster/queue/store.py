@@ -7,12 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raydist.cluster import ray_private
-from raydist.cluster.queue.entry import Entry, Instruction, read_entry
+from raydist.cluster.queue.entry import (
+    Entry,
+    Instruction,
+    WayRequest,
+    read_entry,
+    read_request,
+)
 
 RUNS = "raydist/queue/run/"
 """Before an entry's id: the key of the entry."""
 ASKED = "raydist/queue/asked/"
-"""Before an entry's id: the key of the request that it makes way, with the name of who needs it."""
+"""Before an entry's id: the key of the request that it makes way."""
 INSTRUCTIONS = "raydist/queue/instruction/"
 """Before an entry's id: the key of what a person wants of the run."""
 PREFIXES = (RUNS, ASKED, INSTRUCTIONS)
@@ -23,8 +29,8 @@ class Everything:
     """What the store has of the queue."""
 
     entries: list[Entry]
-    requests: dict[str, str]
-    """Entry id -> the run for which it was asked to make way, as a text for a person."""
+    requests: dict[str, WayRequest]
+    """Entry id -> for whom it was asked to make way, and with which nodes."""
 
 
 def put_entry(entry: Entry) -> None:
@@ -38,9 +44,9 @@ def remove_entry(id: str) -> None:
         ray_private.kv_delete(prefix + id)
 
 
-def request_way(id: str, for_whom: str) -> None:
+def request_way(id: str, request: WayRequest) -> None:
     """Ask the run with this entry to make way; an earlier request stays as it is."""
-    ray_private.kv_put(ASKED + id, json.dumps(for_whom).encode(), overwrite=False)
+    ray_private.kv_put(ASKED + id, request.to_json(), overwrite=False)
 
 
 def forget_request(id: str) -> None:
@@ -64,10 +70,10 @@ def forget_instruction(id: str) -> None:
     ray_private.kv_delete(INSTRUCTIONS + id)
 
 
-def request_for(id: str) -> str:
-    """Return the run that this one must make way for, as a text; empty if there is none."""
+def request_for(id: str) -> WayRequest | None:
+    """Return for whom this run must make way; None for nobody."""
     value = ray_private.kv_get(ASKED + id)
-    return str(json.loads(value)) if value else ""
+    return read_request(value) if value else None
 
 
 def read_all() -> Everything:
@@ -75,14 +81,14 @@ def read_all() -> Everything:
     found = ray_private.kv_values("raydist/queue/")
     dead = ray_private.dead_jobs()
     entries: list[Entry] = []
-    requests: dict[str, str] = {}
+    requests: dict[str, WayRequest] = {}
     for key, value in found.items():
         prefix = next((each for each in PREFIXES if key.startswith(each)), "")
         id = key.removeprefix(prefix)
         if id.partition("/")[0] in dead:
             ray_private.kv_delete(key)
         elif prefix == ASKED:
-            requests[id] = str(json.loads(value))
+            requests[id] = read_request(value)
         elif prefix == RUNS and (entry := read_entry(value)) is not None:
             entries.append(entry)
     return Everything(entries, requests)

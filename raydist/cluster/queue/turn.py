@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from raydist.cluster.queue.entry import (
     Demand,
     Entry,
     Instruction,
+    WayRequest,
 )
 from raydist.cluster.queue.order import Cluster, Verdict
 from raydist.cluster.queue.stop_cost import StopCost, cost_after
@@ -85,6 +86,17 @@ class Turn:
         """Return the run that this one must make way for, as a text; empty if there is none."""
         return ""
 
+    def nodes_wanted(self) -> WayRequest | None:
+        """Return which nodes this run must give up, and for whom; None for none."""
+        return None
+
+    def may_grow(self) -> bool:
+        """Return whether the run may take more nodes: nobody waits for them."""
+        return True
+
+    def note_size(self, held: Mapping[str, int], spare: Sequence[str]) -> None:
+        """Note that the run has another number of nodes. The arguments are those of an Entry."""
+
 
 class QueuedTurn(Turn):
     """The turn of a run in the cluster's queue, in all its placements."""
@@ -97,7 +109,8 @@ class QueuedTurn(Turn):
         self._lock = threading.Lock()
         """Held while the entry changes: the thread of `_beat` changes it as well."""
         self._over = threading.Event()
-        self._wanted_by = ""
+        self._request: WayRequest | None = None
+        """What another run has asked of this one."""
         self._ends = ""
         """Why the run ends instead of waiting, for a person; empty: it waits."""
         self._beats: dict[str, tuple[int, float]] = {}
@@ -114,14 +127,15 @@ class QueuedTurn(Turn):
 
     @contextlib.contextmanager
     def entered(self, request: ResourceRequest) -> Iterator[None]:
-        if self._wanted_by and not (self._job.queue.requeue or self._own.paused_by or self._ends):
+        if self.wanted_by() and not (self._job.queue.requeue or self._own.paused_by or self._ends):
             self._ends = "it does not wait again: queue.requeue=false"
-        self._wanted_by = ""
+        self._request = None
         self.waited_s = 0.0
         self._over = threading.Event()
         self._answered = time.monotonic()
         entry = self._entry or first_entry(self._job, request)
-        self._write(replace(entry, demand=Demand.of(request), state=WAITING, placed=0.0, held={}))
+        entry = replace(entry, state=WAITING, placed=0.0, held={}, spare=())
+        self._write(replace(entry, demand=Demand.of(request)))
         beating = threading.Thread(target=self._beat, name="raydist-queue", daemon=True)
         beating.start()
         try:
@@ -136,9 +150,13 @@ class QueuedTurn(Turn):
         last_reason = ""
         began = time.monotonic()
         while not (verdict := self._look()).start:
-            for id, why in verdict.asks.items():
+            requests = {
+                **{id: WayRequest(for_whom(self._own, why)) for id, why in verdict.asks.items()},
+                **{id: WayRequest(for_whom(self._own), n) for id, n in verdict.shrinks.items()},
+            }
+            for id, request in requests.items():
                 with contextlib.suppress(Exception):  # the GCS does not answer: the next look asks
-                    store.request_way(id, for_whom(self._own, why))
+                    store.request_way(id, request)
             if (reason := why_waiting(verdict)) != last_reason:
                 self._events.add(kinds.Wait(text=f"in the queue: {reason}"))
             last_reason = reason
@@ -165,7 +183,30 @@ class QueuedTurn(Turn):
         self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost)
 
     def wanted_by(self) -> str:
-        return self._wanted_by
+        request = self._request
+        return request.for_whom if request and not request.nodes else ""
+
+    def nodes_wanted(self) -> WayRequest | None:
+        request = self._request
+        return request if request and request.nodes else None
+
+    def may_grow(self) -> bool:
+        try:
+            entries = store.read_all().entries
+        except Exception:  # the GCS does not answer
+            return False
+        waiting = [each for each in entries if each.in_line and each.id != self._own.id]
+        return not any(self._is_alive(each) for each in waiting)
+
+    def note_size(self, held: Mapping[str, int], spare: Sequence[str]) -> None:
+        # Before the request is forgotten: another driver would repeat it.
+        shrinkable = spare if self._job.queue.shrink else ()
+        self._change(held=dict(held), spare=tuple(shrinkable))
+        request = self._request
+        if request and request.nodes and not held.keys() & set(request.nodes):
+            self._request = None
+            with contextlib.suppress(Exception):  # the GCS does not answer
+                store.forget_request(self._own.id)
 
     @property
     def _own(self) -> Entry:
@@ -198,7 +239,8 @@ class QueuedTurn(Turn):
         others = [each for each in found.entries if each.id != self._own.id]
         alive = [each for each in others if self._is_alive(each)]
         # A silent run keeps its room and cannot be asked to make way.
-        requests = found.requests.keys() & {each.id for each in alive}
+        living = {each.id for each in alive}
+        requests = {id: request for id, request in found.requests.items() if id in living}
         cluster = seen_cluster(self._job)
         verdicts = order.order_runs([*alive, self._own], cluster, requests, time.time())
         return verdicts[self._own.id]
@@ -225,9 +267,8 @@ class QueuedTurn(Turn):
                     if (instruction := store.instruction_for(self._own.id)) is not None:
                         self._follow(instruction)
                         store.forget_instruction(self._own.id)
-                if self._own.state == RUNNING and (for_whom := store.request_for(self._own.id)):
-                    had_its_time = time.time() >= self._own.ends
-                    self._leave(for_whom, since=time.time() if had_its_time else self._own.since)
+                if self._own.state == RUNNING and (request := store.request_for(self._own.id)):
+                    self._obey(request)
 
     def _follow(self, instruction: Instruction) -> None:
         """Do what a person wants of this run."""
@@ -244,8 +285,18 @@ class QueuedTurn(Turn):
             if self._own.state == RUNNING:
                 self._leave(command)
 
+    def _obey(self, request: WayRequest) -> None:
+        """Do what another run asks of this one."""
+        if request.nodes:
+            # note_size() forgets it; a look at the store just before may find it still there.
+            if set(request.nodes) & self._own.held.keys():
+                self._request = request
+            return
+        had_its_time = time.time() >= self._own.ends
+        self._leave(request.for_whom, since=time.time() if had_its_time else self._own.since)
+
     def _leave(self, wanted_by: str, **fields: Any) -> None:
-        self._wanted_by = wanted_by
+        self._request = WayRequest(wanted_by)
         self._change(state=LEAVING, **fields)
 
     def _change(self, **fields: Any) -> None:
@@ -274,7 +325,7 @@ def first_entry(job: Job, request: ResourceRequest) -> Entry:
     )
 
 
-def for_whom(entry: Entry, why: str) -> str:
+def for_whom(entry: Entry, why: str = "") -> str:
     """Return for which run others make way, for a person. `why`: why just this one does."""
     return f"{entry.name} of {entry.owner}" + (f" ({why})" if why else "")
 

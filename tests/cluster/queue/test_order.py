@@ -18,9 +18,11 @@ from raydist.cluster.queue.entry import (
     VERSION,
     Demand,
     Entry,
+    WayRequest,
     read_entry,
+    read_request,
 )
-from raydist.cluster.queue.order import MAX_EXACT, Cluster, order_runs, place_bundles
+from raydist.cluster.queue.order import MAX_EXACT, Cluster, Verdict, order_runs, place_bundles
 from raydist.cluster.queue.stop_cost import StopCost
 
 NOW = 1000.0
@@ -62,13 +64,13 @@ def runs(
 
 def outcome(entries: Sequence[Entry], nodes: Sequence[Node]) -> Mapping[str, bool]:
     """Return which runs in line may start."""
-    verdicts = order_runs(entries, Cluster(nodes), (), NOW)
+    verdicts = order_runs(entries, Cluster(nodes), {}, NOW)
     return {id.partition("/")[0]: verdict.start for id, verdict in verdicts.items()}
 
 
 def asked(entries: Sequence[Entry], nodes: Sequence[Node], before: Sequence[str] = ()) -> list[str]:
     """Return the runs that are asked to make way."""
-    asked_before = [f"{id}/0" for id in before]
+    asked_before = {f"{id}/0": WayRequest("urgent") for id in before}
     verdicts = order_runs(entries, Cluster(nodes), asked_before, NOW)
     return sorted(id.partition("/")[0] for each in verdicts.values() for id in each.asks)
 
@@ -90,7 +92,7 @@ def test_a_small_run_does_not_pass_a_large_one() -> None:
 
 def test_reasons_name_what_lacks_and_who_holds_it() -> None:
     entries = [runs("gpt", 2), waits("a", bundles=2), waits("b", since=1), waits("c", since=2)]
-    verdicts = order_runs(entries, Cluster([node(1, 8), node(2, 0)]), (), NOW)
+    verdicts = order_runs(entries, Cluster([node(1, 8), node(2, 0)]), {}, NOW)
     assert verdicts["a/0"].reason == (
         "waiting for 1 more node with 8 GPU: 1 of 2 ready; n2 has 8 GPU but 8 are taken; "
         "held by gpt of ana@login"
@@ -113,9 +115,9 @@ def test_a_group_without_room_is_given_back_for_a_run_of_higher_priority() -> No
 def test_the_autoscaler_sees_the_first_run_alone() -> None:
     line = [waits("a", bundles=2, since=1), waits("b", since=2)]
     for coming in (None, [({"GPU": 8.0}, 1)]):
-        verdicts = order_runs(line, Cluster([node(1, 8)], coming), (), NOW)
+        verdicts = order_runs(line, Cluster([node(1, 8)], coming), {}, NOW)
         assert [verdicts[id].start for id in ("a/0", "b/0")] == [True, False]
-    too_few = order_runs(line, Cluster([node(1, 0)], [({"GPU": 8.0}, 1)]), (), NOW)
+    too_few = order_runs(line, Cluster([node(1, 0)], [({"GPU": 8.0}, 1)]), {}, NOW)
     assert not too_few["a/0"].start
 
 
@@ -302,12 +304,101 @@ def test_among_many_runs_no_one_makes_way_in_vain() -> None:
 
 def test_a_run_that_makes_way_is_told_why() -> None:
     running = [costs(runs("a", 1), 12), costs(runs("b", 2), 340), costs(runs("c", 3), 41)]
-    verdicts = order_runs([*running, waits("urgent", priority=1)], Cluster(FULL), (), NOW)
+    verdicts = order_runs([*running, waits("urgent", priority=1)], Cluster(FULL), {}, NOW)
     assert verdicts["urgent/0"].asks == {
         "a/0": "its stop costs 12 rank-seconds, that of c 41, that of b 340"
     }
-    no_choice = order_runs([running[0], waits("urgent", priority=1)], Cluster(FULL[:1]), (), NOW)
+    no_choice = order_runs([running[0], waits("urgent", priority=1)], Cluster(FULL[:1]), {}, NOW)
     assert no_choice["urgent/0"].asks == {"a/0": ""}
+
+
+def elastic(id: str, *nodes: int, spare: Sequence[int], priority: int = 0) -> Entry:
+    """Return a run that can give up some of its nodes."""
+    entry = runs(id, *nodes, priority=priority)
+    return replace(entry, spare=tuple(f"n{number}" for number in spare))
+
+
+@pytest.mark.parametrize(
+    ("running", "bundles", "shrinks", "stops"),
+    [
+        pytest.param(
+            [elastic("e", 1, 2, 3, spare=[3, 2]), runs("a", 4, priority=-1)],
+            1,
+            {"e": ["n3"]},
+            [],
+            id="before another run is stopped, even one of lower priority",
+        ),
+        pytest.param(
+            [elastic("e", 1, 2, 3, spare=[3, 2])], 2, {"e": ["n2", "n3"]}, [], id="all it can"
+        ),
+        pytest.param(
+            [elastic("e", 1, 2, spare=[2]), elastic("f", 3, 4, spare=[4], priority=-1)],
+            1,
+            {"f": ["n4"]},
+            [],
+            id="the lowest priority",
+        ),
+        pytest.param(
+            [elastic("e", 1, 2, spare=[2]), elastic("f", 3, 4, spare=[4])],
+            2,
+            {"e": ["n2"], "f": ["n4"]},
+            [],
+            id="two of them",
+        ),
+        pytest.param(
+            [elastic("e", 1, 2, spare=[2]), replace(runs("a", 3, 4), placed=1.0)],
+            2,
+            {},
+            ["a"],
+            id="not in vain if that is not enough",
+        ),
+        pytest.param([elastic("e", 1, 2, spare=[2])], 3, {}, [], id="not enough anyway"),
+        pytest.param(
+            [replace(elastic("e", 1, 2, spare=[2]), placed=NOW - 1), runs("a", 3)],
+            1,
+            {},
+            ["a"],
+            id="its exemption",
+        ),
+        pytest.param(
+            [elastic("e", 1, 2, spare=[2], priority=1), runs("a", 3)],
+            1,
+            {},
+            ["a"],
+            id="equal priority",
+        ),
+        pytest.param(
+            [costs(elastic("e", 1, 2, spare=[2]), 9), runs("a", 3)],
+            1,
+            {},
+            ["a"],
+            id="one that does not stop after a step",
+        ),
+    ],
+)
+def test_an_elastic_run_shrinks_first(
+    running: list[Entry], bundles: int, shrinks: dict[str, list[str]], stops: list[str]
+) -> None:
+    nodes = [node(number, 0) for number in range(1, 5)]
+    urgent = waits("urgent", bundles, priority=1)
+    verdict = order_runs([*running, urgent], Cluster(nodes), {}, NOW)["urgent/0"]
+    found = {id.partition("/")[0]: sorted(given) for id, given in verdict.shrinks.items()}
+    assert found == shrinks
+    assert sorted(id.partition("/")[0] for id in verdict.asks) == stops
+
+
+def test_nodes_that_are_being_given_up_are_counted_once() -> None:
+    nodes = [node(number, 0) for number in range(1, 5)]
+    running = [elastic("e", 1, 2, 3, spare=[3, 2]), runs("a", 4)]
+    asked_before = {"e/0": WayRequest("urgent", ("n3",))}
+
+    def verdict(bundles: int) -> Verdict:
+        urgent = waits("urgent", bundles, priority=1)
+        return order_runs([*running, urgent], Cluster(nodes), asked_before, NOW)["urgent/0"]
+
+    assert (verdict(1).shrinks, verdict(1).asks) == ({}, {})
+    assert verdict(2).shrinks == {"e/0": ("n2",)}
+    assert verdict(3).asks.keys() == {"e/0"}
 
 
 def limited(id: str, limit_s: float, since: float = 1.0, bundles: int = 1) -> Entry:
@@ -355,7 +446,7 @@ def test_when_the_first_in_line_has_room_at_the_latest() -> None:
 
     def room_at(bundles: int) -> float | None:
         first = waits("first", bundles)
-        return order_runs([*held, first], Cluster(nodes), (), NOW)["first/0"].room_at
+        return order_runs([*held, first], Cluster(nodes), {}, NOW)["first/0"].room_at
 
     assert [room_at(bundles) for bundles in (1, 2, 3)] == [NOW + 50, NOW + 70, None]
 
@@ -413,7 +504,7 @@ def test_what_always_holds(line: list[tuple[int, int, bool, float]], free: list[
         for number, gpus in enumerate(free)
         if line and not gpus
     ]
-    verdicts = order_runs([*entries, *held], Cluster(nodes), (), NOW)
+    verdicts = order_runs([*entries, *held], Cluster(nodes), {}, NOW)
     in_order = [verdicts[each.id] for each in sorted(entries, key=lambda each: each.order)]
     starts = [verdict.start for verdict in in_order]
     assert starts == sorted(starts, reverse=True)
@@ -429,9 +520,14 @@ def test_what_always_holds(line: list[tuple[int, int, bool, float]], free: list[
 
 
 def test_an_entry_survives_the_store() -> None:
-    entry = replace(runs("a", 1, 2), beat=3, stop=StopCost(4, 2.5, NOW))
+    entry = replace(runs("a", 1, 2), beat=3, spare=("n2",), stop=StopCost(4, 2.5, NOW))
     assert read_entry(entry.to_json()) == entry
     newer = json.dumps({**json.loads(entry.to_json()), "version": VERSION + 1}).encode()
     assert read_entry(newer) is None
     assert read_entry(b"not JSON") is None
     assert read_entry(b"[]") is None
+
+
+def test_a_request_survives_the_store() -> None:
+    for request in (WayRequest("gpt of ana@login"), WayRequest("gpt", ("n1", "n2"))):
+        assert read_request(request.to_json()) == request

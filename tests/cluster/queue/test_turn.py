@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raydist.cluster.queue import store, turn
-from raydist.cluster.queue.entry import Entry
+from raydist.cluster.queue.entry import Entry, WayRequest
 from raydist.cluster.queue.order import Cluster
 from raydist.settings.config import Job, Queue
 from tests.cluster.queue.test_order import NOW, node, runs, waits
@@ -53,7 +53,7 @@ def test_nobody_counts_on_a_run_whose_driver_is_silent(
     found = store.Everything([silent, other], {})
     own = urgent(monkeypatch, found)
     assert own._look().asks.keys() == {"silent/0"}
-    found.requests["silent/0"] = "urgent of ana@login"
+    found.requests["silent/0"] = WayRequest("urgent of ana@login")
     assert own._look().asks == {}
     clock.now += turn.SILENT_S
     found.entries[1] = beaten(other)
