@@ -57,11 +57,13 @@ def test_one_that_says_nothing_or_does_not_end_costs_the_limit_only(
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # until the other end gives up
+        writer.close()  # since Python 3.12 a server waits for that
 
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"OK\nCommunicators...")
         await reader.read(1000)
         await reader.read()
+        writer.close()
 
     assert asked(silent) == ""
     assert asked(endless) == "Communicators..."

@@ -14,11 +14,14 @@ from raydist.state.snapshot import layout_of, take_apart
 def state_on(device: str) -> list[torch.Tensor]:
     """Return the tensors of a model in channels_last and of its optimizer's moments, as take_apart
     finds them."""
-    with torch.device(device):
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2))
-    weights = model.state_dict()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2))
+    # not made on the device: torch 2.8 asks the GPU for its random numbers
+    weights = {
+        name: torch.empty(each.shape, dtype=each.dtype, device=device)
+        for name, each in model.state_dict().items()
+    }
     weights["0.weight"] = weights["0.weight"].to(memory_format=torch.channels_last)
-    moments = [torch.zeros_like(each) for each in model.parameters()]
+    moments = [torch.zeros(each.shape, device=device) for each in model.parameters()]
     tensors: list[torch.Tensor] = []
     take_apart({"model": weights, "optimizer": {"moments": moments}, "step": 7}, tensors)
     return tensors
