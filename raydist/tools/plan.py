@@ -143,17 +143,19 @@ def rank_memory(job: Job, plan: Plan) -> dict[str, int]:
 def division(job: Job, shape: MeshShape, memory: Mapping[str, int]) -> Iterator[str]:
     """Yield the lines about the mesh and the memory of a rank.
 
-    They are `mesh pp 2 x …`, and `memory parameters 1.00 + adamw 2.00 + … = 4.00 GiB at the peak,
-    on each rank`.
+    They are `mesh pp 2 x …`, and `memory parameters 1.00 + adamw 2.00 + … = 4.00 GiB at the peak on
+    each rank`; MiB below 1 GiB.
     """
     if divides(job.parallel):
         sharded = f"replicate {shape.replicate} x shard {shape.shard} x tp {shape.tp}"
         yield f"mesh pp {shape.pp} x {sharded}"
     if memory:
-        parts = " + ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.items() if size)
+        total = sum(memory.values())
+        unit, bytes_ = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+        parts = " + ".join(f"{name} {size / bytes_:.2f}" for name, size in memory.items() if size)
         most = "each rank" if shape.pp == 1 else "each rank of the largest stage"
         more = "" if "activations" in memory else ", without the activations"
-        peak = f"{'at most ' if shape.tp > 1 else ''}{sum(memory.values()) / 2**30:.2f} GiB"
+        peak = f"{'at most ' if shape.tp > 1 else ''}{total / bytes_:.2f} {unit}"
         yield f"memory {parts} = {peak} at the peak on {most}{more}"
 
 

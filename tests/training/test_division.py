@@ -391,6 +391,9 @@ def test_the_plan_says_the_memory_of_a_rank(capsys: pytest.CaptureFixture[str]) 
     found = re.search(rf"{parts} = (\S+) GiB at the peak on each rank\n", output)
     assert found, output
     assert float(found[2]) == pytest.approx(3.74 + 7.48 + 2.36 + float(found[1]) + 2.94, abs=0.03)
+    assert plan.main(["job=gpt", "parallel=fsdp", "scale=1x2", "group=inline"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"parameters [1-9]\.\d\d \+ .* = \d+\.\d\d MiB at the peak", output), output
 
 
 # Blocks, heads and groups

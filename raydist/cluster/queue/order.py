@@ -69,8 +69,8 @@ def order_runs(
 
     Runs of higher priority come first, then those that entered first. The first that does not fit
     holds back all others: otherwise small runs would pass it forever. Only runs whose own limit
-    ends before it has room may pass it. `requests`: by id, those to
-    make way. `now`: seconds since the epoch.
+    ends before it has room may pass it. `requests`: by the id of an entry, what others have asked
+    of it. `now`: seconds since the epoch.
     """
     entries = list(entries)
     line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
