@@ -530,8 +530,10 @@ def test_values_of_agents_that_are_gone_or_silent_are_empty(
 class FakeStandby:
     """Standby nodes that are enough, or not."""
 
-    def __init__(self, enough: bool) -> None:
+    def __init__(self, enough: bool, given_up: set[str]) -> None:
+        """`given_up`: ids of nodes that another run needs."""
         self.enough = enough
+        self.given_up = given_up
         self.request: Open | None = None
 
     def set_request(self, request: Open) -> None:
@@ -540,15 +542,21 @@ class FakeStandby:
     def enough_remain(self) -> bool:
         return self.enough
 
+    def leaving(self) -> set[str]:
+        return self.given_up
+
     def close(self) -> list[Future[Any]]:
         return []
 
 
-@pytest.mark.parametrize(("enough", "ranks"), [(True, [2, 3]), (False, [])])
+@pytest.mark.parametrize(
+    ("enough", "given_up", "ranks"),
+    [(True, "", [2, 3]), (False, "", []), (True, "id-1", [0, 1, 2, 3]), (False, "id-1", [])],
+)
 def test_ranks_of_draining_nodes_move_if_enough_nodes_remain(
-    hosts: FakeHosts, events: Events, job: Job, enough: bool, ranks: list[int]
+    hosts: FakeHosts, events: Events, job: Job, enough: bool, given_up: str, ranks: list[int]
 ) -> None:
-    standby = FakeStandby(enough)
+    standby = FakeStandby(enough, {given_up})
     group = opened(
         hosts,
         events,
