@@ -190,11 +190,20 @@ class Channel:
                 data = self._sock.recv(4096)
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._handle(decode(line))
+                    self._handle_line(line)
                 if not data:
                     readable = []  # the agent is gone
             if self._queue or self._unsent:
                 self.flush()
+
+    def _handle_line(self, line: bytes) -> None:
+        # Without this thread the rank would wait in vain for messages such as Meet and GoOn.
+        try:
+            self._handle(decode(line))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            text = f"rank {context.rank().rank} could not handle a message of its agent: {why}"
+            self.emit(kinds.Warning(text=text))
 
     def _handle(self, message: Message) -> None:
         current = context.current()

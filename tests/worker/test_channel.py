@@ -7,10 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from raydist.messages.rank import HoldRank, ReleaseRank
+from raydist.messages.rank import HoldRank, PrepareProfile, ReleaseRank
 from raydist.messages.wire import encode
 from raydist.shared import kinds
 from raydist.shared.kinds import EventJson
@@ -115,6 +116,24 @@ def test_a_report_never_waits_for_the_agent(line: Line) -> None:
     assert full.is_alive()
     for step in range(1000):
         line.channel.emit(event("report", step=step))
+
+
+class BrokenProfiler:
+    def prepare(self, *_: object) -> None:
+        raise OSError("the disk is full")
+
+
+def test_a_message_that_fails_does_not_end_the_channel(line: Line) -> None:
+    line.channel.profiler = cast("Any", BrokenProfiler())
+    line.socket.sendall(encode(PrepareProfile("one", False)) + b"\n")
+    assert line.receive() | {"t": 0} == {
+        "t": 0,
+        "kind": "warning",
+        "text": "rank 0 could not handle a message of its agent: OSError: the disk is full",
+    }
+    line.channel.profiler = None
+    line.socket.sendall(encode(PrepareProfile("two", False)) + b"\n")
+    assert "the rank has not imported torch" in line.lines.readline()
 
 
 def test_a_forked_child_sends_nothing(line: Line) -> None:
