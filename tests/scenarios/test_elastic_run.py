@@ -230,6 +230,7 @@ def test_a_run_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
     assert [event["repeated"] for event in run.events("restarted")] == [0, 0, 0]
 
 
+@pytest.mark.timeout(600)  # 400 steps of four ranks on a busy machine
 def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
@@ -254,7 +255,7 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     run.wait_until(lambda: len(run.events("restarted")) == len(sizes(run)) - 1, "step after that")
     assert run.events("saved") == []  # nothing has gone through the disk
     (run.folder / "go").touch()
-    assert run.wait() == 0, run.screen
+    assert run.wait(400) == 0, run.screen
     state = {"model": {name: torch.zeros_like(value) for name, value in whole.items()}}
     load(state, checkpoint_id=run.result()["checkpoint"])
     assert same(state["model"], whole)
