@@ -17,13 +17,15 @@ version() {
 
 # missing PACKAGE VERSION: says so if pip has no such version for this Python.
 missing() {
-    local name=$1 wanted=$2 found
+    local name=$1 wanted=$2 found newest
+    [ -n "$wanted" ] || return 0
     found=$("$env/bin/python" -m pip index versions "$name" 2>/dev/null | sed -n "s/^$name (\(.*\))$/\1/p; s/^Available versions: //p")
-    [ -n "$wanted" ] && [ -n "$found" ] || return 0
+    [ -n "$found" ] || return 0
+    newest=$(head -n 1 <<<"$found")
     case ", $(tail -n 1 <<<"$found")," in
         *", $wanted,"* | *", $wanted+"*) ;;
-        *) echo "raydist: $(hostname) has Python $has, for which pip finds no $name $wanted; the newest is $(head -n 1 <<<"$found"):" \
-            "in setup_commands put ${name^^}=$(head -n 1 <<<"$found"), or PYTHON=python3.12 if all nodes have that" >&2 ;;
+        *) echo "raydist: $(hostname) has Python $has, for which pip finds no $name $wanted; the newest is $newest:" \
+            "in setup_commands put ${name^^}=$newest, or PYTHON=python3.12 if all nodes have that" >&2 ;;
     esac
 }
 has=$(version "$python")

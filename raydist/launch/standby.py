@@ -95,8 +95,6 @@ class StandbyNodes:
         Returns the node of each bundle. `running`: whether the ranks run, so that all their bundles
         count as used; the supervisor notices the end of a lost rank.
         """
-        from ray.util.placement_group import remove_placement_group
-
         placed = self._node_by_bundle()
         used = (
             {slot.bundle for slot in self._actors.plan.slots}
@@ -125,7 +123,7 @@ class StandbyNodes:
                 taken.add(node.id)
             # The bundle's node has another bundle, or is avoided.
             elif self._actors.groups[bundle][0] is not self._first_group:
-                remove_placement_group(self._actors.groups.pop(bundle)[0])
+                self._give_back(bundle)
         if grows:
             self._request_nodes(placed)
         return placed
@@ -154,13 +152,11 @@ class StandbyNodes:
 
     def _stop_avoiding(self, placed: Mapping[int, Node]) -> None:
         """Remove bundles that have waited too long for a node without incidents."""
-        from ray.util.placement_group import remove_placement_group
-
         for bundle, since in list(self._avoiding_since.items()):
             if bundle not in placed and time.monotonic() - since > AVOID_S:
                 self._avoid_none = True
                 del self._avoiding_since[bundle]
-                remove_placement_group(self._actors.groups.pop(bundle)[0])
+                self._give_back(bundle)
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """Return the ids of the nodes without incidents that have room for another bundle."""

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from raydist.shared.errors import (
+    NO_MORE_PROCESSES,
     ConfigError,
+    LaunchError,
     RaydistError,
-    as_raydist_error,
     is_refusal,
     nearest,
 )
@@ -76,7 +77,7 @@ def run_tool(command: Callable[[], int]) -> int:
     except RuntimeError as error:
         if not is_refusal(error):
             raise
-        return print_error(as_raydist_error(error))
+        return print_error(LaunchError(NO_MORE_PROCESSES))
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
 

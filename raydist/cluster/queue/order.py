@@ -224,15 +224,8 @@ def nodes_to_give_up(
     def enough(chosen: Sequence[Entry]) -> bool:
         return place_bundles(entry.demand, with_back(free, chosen), nodes) is not None
 
-    if not enough(parts):
-        return {}
-    chosen = next(parts[:n] for n in range(1, len(parts) + 1) if enough(parts[:n]))
-    for each in reversed(chosen):
-        fewer = [other for other in chosen if other is not each]
-        if enough(fewer):
-            chosen = fewer
     given: dict[str, tuple[str, ...]] = {}
-    for each in chosen:
+    for each in first_enough(parts, enough) if enough(parts) else []:
         given[each.id] = (*given.get(each.id, ()), *each.held)
     return given
 
@@ -275,8 +268,17 @@ def least_loss(
     if len(able) <= MAX_EXACT:
         sets = chain.from_iterable(combinations(able, n) for n in range(1, len(able) + 1))
         return list(next(each for each in sorted(sets, key=loss) if enough(each)))
-    in_order = sorted(able, key=lambda each: (each.priority, loss([each])))
-    chosen = next(in_order[:n] for n in range(1, len(able) + 1) if enough(in_order[:n]))
+    return first_enough(sorted(able, key=lambda each: (each.priority, loss([each]))), enough)
+
+
+def first_enough(
+    in_order: Sequence[Entry], enough: Callable[[Sequence[Entry]], bool]
+) -> list[Entry]:
+    """Return the first entries that free enough room; all together are enough.
+
+    Those that are not needed after all are left out, beginning with the last one.
+    """
+    chosen = list(next(in_order[:n] for n in range(1, len(in_order) + 1) if enough(in_order[:n])))
     for each in reversed(chosen):
         fewer = [other for other in chosen if other is not each]
         if enough(fewer):
