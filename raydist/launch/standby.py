@@ -95,6 +95,8 @@ class StandbyNodes:
         Returns the node of each bundle. `running`: whether the ranks run, so that all their bundles
         count as used; the supervisor notices the end of a lost rank.
         """
+        from ray.util.placement_group import remove_placement_group
+
         placed = self._node_by_bundle()
         used = (
             {slot.bundle for slot in self._actors.plan.slots}
@@ -123,7 +125,7 @@ class StandbyNodes:
                 taken.add(node.id)
             # The bundle's node has another bundle, or is avoided.
             elif self._actors.groups[bundle][0] is not self._first_group:
-                self._give_back(bundle)
+                remove_placement_group(self._actors.groups.pop(bundle)[0])
         if grows:
             self._request_nodes(placed)
         return placed
@@ -152,11 +154,13 @@ class StandbyNodes:
 
     def _stop_avoiding(self, placed: Mapping[int, Node]) -> None:
         """Remove bundles that have waited too long for a node without incidents."""
+        from ray.util.placement_group import remove_placement_group
+
         for bundle, since in list(self._avoiding_since.items()):
             if bundle not in placed and time.monotonic() - since > AVOID_S:
                 self._avoid_none = True
                 del self._avoiding_since[bundle]
-                self._give_back(bundle)
+                remove_placement_group(self._actors.groups.pop(bundle)[0])
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """Return the ids of the nodes without incidents that have room for another bundle."""
