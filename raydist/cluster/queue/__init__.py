@@ -8,6 +8,8 @@ GCS's key-value store, reads all others, and computes the same order.
                           state; as JSON
     order.py              (entries, nodes) -> which waiting run may be placed now, which run makes
                           way
+    others.py             What a waiting run remembers of the other runs between two looks at the
+                          queue
     stop_cost.py          What it costs to stop a run: the work since its newest state, and its
                           save
     store.py              The entries in the key-value store of Ray's GCS

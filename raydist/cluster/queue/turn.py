@@ -33,6 +33,7 @@ from raydist.cluster.queue.entry import (
     WayRequest,
 )
 from raydist.cluster.queue.order import Cluster, Verdict
+from raydist.cluster.queue.others import OtherRuns
 from raydist.cluster.queue.stop_cost import StopCost, cost_after
 from raydist.settings.config import Job
 from raydist.settings.duration import seconds_of
@@ -44,9 +45,6 @@ from raydist.shared.kinds import Event
 
 BEAT_S = 1.0
 """Seconds between two beats of an entry."""
-SILENT_S = 3.0
-"""Seconds without a beat after which a run is ignored: its driver is stopped, or cut off. The GCS
-notices within milliseconds that a driver has ended."""
 ASKED_S = 0.25
 """Seconds between two checks whether a run must make way. Each takes a millisecond."""
 FIRST_S, LATER_S = 0.25, 1.0
@@ -113,8 +111,7 @@ class QueuedTurn(Turn):
         """What another run has asked of this one."""
         self._ends = ""
         """Why the run ends instead of waiting, for a person; empty: it waits."""
-        self._beats: dict[str, tuple[int, float]] = {}
-        """Entry id -> its last beat, and when this process first saw it, by the monotonic clock."""
+        self._others = OtherRuns()
         self._answered = 0.0
         """When the GCS last answered, by the monotonic clock."""
         self._began = 0.0
@@ -196,7 +193,7 @@ class QueuedTurn(Turn):
         except Exception:  # the GCS does not answer
             return False
         waiting = [each for each in entries if each.in_line and each.id != self._own.id]
-        return not any(self._is_alive(each) for each in waiting)
+        return not any(self._others.is_alive(each) for each in waiting)
 
     def note_size(self, held: Mapping[str, int], spare: Sequence[str]) -> None:
         # Before the request is forgotten: another driver would repeat it.
@@ -237,22 +234,15 @@ class QueuedTurn(Turn):
             return Verdict(False, f"paused by {by}; type: raydist queue resume {self._own.name}")
         found = store.read_all()
         others = [each for each in found.entries if each.id != self._own.id]
-        alive = [each for each in others if self._is_alive(each)]
+        alive = [each for each in others if self._others.is_alive(each)]
         # A silent run keeps its room and cannot be asked to make way.
         living = {each.id for each in alive}
         requests = {id: request for id, request in found.requests.items() if id in living}
+        freeing = self._others.freeing(others)
         cluster = seen_cluster(self._job)
-        verdicts = order.order_runs([*alive, self._own], cluster, requests, time.time())
+        entries = [*alive, *freeing, self._own]
+        verdicts = order.order_runs(entries, cluster, requests, time.time())
         return verdicts[self._own.id]
-
-    def _is_alive(self, entry: Entry) -> bool:
-        """Return whether the driver of an entry has shown that it is alive and not stopped."""
-        now = time.monotonic()
-        beat, since = self._beats.get(entry.id, (-1, now))
-        if beat != entry.beat:
-            since = now
-        self._beats[entry.id] = entry.beat, since
-        return now - since < SILENT_S
 
     def _beat(self) -> None:
         """Show that this driver is alive, and look for requests and instructions."""
