@@ -20,7 +20,6 @@ import math
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +40,8 @@ from raydist.training.tokens import TokenFiles as TokenFiles
 from raydist.worker import random_state
 
 T = TypeVar("T")
+TEST = 2**32 - 1
+"""In the place of an epoch, in the seed of a portion of the test samples."""
 
 
 class Portion(NamedTuple):
@@ -51,8 +52,8 @@ class Portion(NamedTuple):
 
     Not a tensor: torch.multiprocessing would move its whole storage, here the order of all samples,
     to /dev/shm."""
-    seed_key: tuple[int, ...] | None
-    """The key from which the seed of random augmentation is derived; None: no augmentation."""
+    seed_key: tuple[int, ...]
+    """The key from which the seed of random augmentation is derived."""
 
 
 @dataclass
@@ -179,6 +180,9 @@ class EvalSampler:
     The extra portions repeat the first sample."""
     most: int | None = None
     """Limit on the portions."""
+    seed: int = 0
+    """A sample that draws random numbers draws the same in each evaluation: a worker of a loader
+    may have drawn others before, or have been started anew."""
 
     @property
     def own_portions(self) -> int:
@@ -192,9 +196,8 @@ class EvalSampler:
             own[first : first + self.batch_size].copy()
             for first in range(0, len(own), self.batch_size)
         ][: self.own_portions]
-        return (
-            Portion(part, None) for part in [*parts, *[np.array([0])] * (len(self) - len(parts))]
-        )
+        parts += [np.array([0])] * (len(self) - len(parts))
+        return (Portion(part, (self.seed, TEST, int(part[0]))) for part in parts)
 
     def __len__(self) -> int:
         return replace(self, rank=0).own_portions if self.together else self.own_portions
@@ -208,7 +211,9 @@ def eval_sampler(
     They are as large as its training portions. ConfigError: the samples have no length or no index.
     """
     size = size_of(samples, "test")
-    return EvalSampler(size, order.portion, order.rank, order.world_size, together, most)
+    return EvalSampler(
+        size, order.portion, order.rank, order.world_size, together, most, order.seed
+    )
 
 
 class Portions(Dataset[Any]):
@@ -224,21 +229,13 @@ class Portions(Dataset[Any]):
         if type(self.samples) is TensorDataset and self.collate is default_collate:
             indices = torch.from_numpy(portion.indices)
             return [tensor[indices] for tensor in self.samples.tensors]
-        with self._seeded(portion.seed_key):
+        with random_state.seeded(random_state.derive(*portion.seed_key)):
             return self.collate(self._samples(portion.indices.tolist()))
 
     def _samples(self, indices: list[int]) -> list[Any]:
         if hasattr(self.samples, "__getitems__"):
             return list(self.samples.__getitems__(indices))
         return [self.samples[index] for index in indices]
-
-    @staticmethod
-    def _seeded(seed_key: tuple[int, ...] | None) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if seed_key is None
-            else random_state.seeded(random_state.derive(*seed_key))
-        )
 
 
 def keep_batch(batch: Any) -> Any:

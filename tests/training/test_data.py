@@ -115,6 +115,17 @@ def test_augmentation_is_a_function_of_the_position() -> None:
     assert len(set(whole[:, 3].tolist())) == 8
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_test_samples_draw_the_same_in_each_evaluation(workers: int) -> None:
+    """A worker that had lived through an earlier evaluation drew other numbers than a new one."""
+    sampler = data.EvalSampler(8, 4, rank=1, world_size=2, seed=5)
+    batches = data.loader(Lucky(), sampler, Data(workers=workers))
+    first, second = torch.cat(list(batches)), torch.cat(list(batches))
+    assert torch.equal(first, second)
+    assert len(set(first[:, 3].tolist())) == 4
+    assert not torch.equal(first, torch.cat(list(data.loader(Lucky(), sampler, Data()))) + 1)
+
+
 def hashes(workers: int = 0, **also: Any) -> list[str | None]:
     """Return the checksum of each step, in the order in which a loop asks for them."""
     found = order(32, 8, hashes=deque(), **also)
