@@ -465,14 +465,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._events.warn(text)
         self._events.add(event)
 
-    def stop(self, ranks: Iterable[int], grace: float, keep: bool = False) -> None:
+    def stop(self, ranks: Iterable[int], grace: float, keep: Collection[int] = ()) -> None:
         """Send these ranks SIGTERM, and SIGKILL after `grace` seconds.
 
-        `keep`: leave the processes of those that can wait for the next attempt. Does not
-        wait: GetNews reports their ends.
+        `keep`: leave the processes of those of these ranks that can wait for the next attempt. Does
+        not wait: GetNews reports their ends.
         """
         for rank in ranks:
-            self.call(rank, StopRank(grace, keep))
+            self.call(rank, StopRank(grace, rank in keep))
 
     def call_each(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -20,8 +21,9 @@ from raydist.shared.outcome import End
 def why_all_forked(job: Job, ends: Collection[End]) -> str:
     """Return why all ranks are started anew after these ends, for a person; empty if they are not.
 
-    A rank that was killed has left nothing behind. One that raised an exception may raise it again
-    wherever the others continue, and the connections to a lost node may not be broken yet.
+    A rank that was killed has left nothing behind, also if that was because it hung. One that
+    raised an exception may raise it again wherever the others continue, and the connections to a
+    lost node may not be broken yet.
     """
     if why := in_place.why_not(job):
         return why
@@ -34,7 +36,7 @@ def why_all_forked(job: Job, ends: Collection[End]) -> str:
 
 def may_stay_after(end: End) -> bool:
     """Return whether other ranks may keep their processes after this end."""
-    return end.how in ("killed", "stopped") or (end.failed and is_victim(end))
+    return end.how in ("killed", "hung", "stopped") or (end.failed and is_victim(end))
 
 
 def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
@@ -75,9 +77,13 @@ class Meeting:
         """Record an event of a rank; return the events that follow from it."""
         return [self._complete(each) for each in self._beginning.add(rank, event)]
 
-    def keeps(self, ends: Collection[End]) -> bool:
-        """Return whether the ranks that still run may keep their processes after these ends."""
-        return not why_all_forked(self._job, ends)
+    def keeps(self, ends: Collection[End], hung: Collection[int]) -> bool:
+        """Return whether the ranks that still run may keep their processes after these ends.
+
+        `hung`: the ranks that are killed because they hang.
+        """
+        to_come = [End(rank, "", "hung", time.time()) for rank in hung]
+        return not why_all_forked(self._job, [*ends, *to_come])
 
     def introduce(self, rank: int, event: kinds.MeetRequest) -> None:
         """Record the contact of a rank; once all are known, send all of them to each rank."""

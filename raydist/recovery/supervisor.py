@@ -164,8 +164,11 @@ class Supervisor:
         self._events.add(kinds.Stop(cause=stop.reason.value, reason=stop.text))
         # Lost ranks too: an agent that Ray took for dead, or that was paused, may be there again.
         ranks = [rank for rank in range(self._world) if self._may_run(rank)]
-        keep = stop.reason is StopReason.FAILURE and self._meeting.keeps(self.ends.values())
-        self._group.stop(ranks, stop.grace_s, keep)
+        hang = self._phase.record.hang if stop.reason is StopReason.HANG else None
+        hung = {rank for rank in ranks if hang is not None and hang.blames(rank)}
+        fails = stop.reason in (StopReason.FAILURE, StopReason.HANG)
+        keep = fails and self._meeting.keeps(self.ends.values(), hung)
+        self._group.stop(ranks, stop.grace_s, {*ranks} - hung if keep else ())
 
     def _may_run(self, rank: int) -> bool:
         return rank not in self.ends or self.ends[rank].how == "lost"

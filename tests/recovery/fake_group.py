@@ -84,7 +84,7 @@ class FakeGroup:
             reply.set_result(self.replies[type(request)](rank))
         return reply
 
-    def stop(self, ranks: Iterable[int], grace: float, keep: bool = False) -> None:
+    def stop(self, ranks: Iterable[int], grace: float, keep: Collection[int] = ()) -> None:
         self.stops.append(([*ranks], grace))
         self.stopped.set()
 

@@ -31,6 +31,7 @@ FINISHED = End(2, "c", "finished", 4.0)
         (AUTO, [KILLED], ""),
         (AUTO, [KILLED, KEPT, BUSY], ""),
         (AUTO, [KILLED, replace(KILLED, rank=2)], ""),
+        (AUTO, [replace(KILLED, how="hung"), KEPT], ""),
         (AUTO, [RAISED], "rank 1 was not killed: raised"),
         (AUTO, [KILLED, FINISHED], "rank 2 was not killed: finished"),
         (AUTO, [KILLED, VICTIM], ""),

@@ -119,6 +119,24 @@ def replaced_alone(done: Result[Any], killed: Sequence[set[int]]) -> None:
     assert shown in (done.dir / f"blame-{number}.txt").read_text()
 
 
+@pytest.mark.parametrize("act", ["stop", "skip"])
+def test_a_rank_that_hangs_is_replaced_and_the_others_stay(whole: Result[Any], act: str) -> None:
+    """It is stopped by a signal, or stays away from a collective in which the others wait."""
+    done = raydist.run(faults.training, *WORDS, "restart.in_place=on", struck=(Fault(act, 2, 20),))
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    (back,) = events(done, "restarted")
+    first, second = pids(done)
+    kept = [rank for rank in range(4) if first[rank] == second[rank]]
+    # On a busy machine, or in gloo, a rank may be stuck: then it is forked too.
+    assert kept
+    assert 2 not in kept
+    assert back["kept"] == kept
+    assert [event["cause"] for event in events(done, "stop")] == ["hang"]
+    shown = f"in place, {name_ranks(kept)} kept their processes"
+    assert shown in (done.dir / "blame-1.txt").read_text()
+    assert not alive(first[2])
+
+
 def uses_the_group(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
     """A job whose ranks agree on something before they train."""
     torch.distributed.barrier()
