@@ -269,6 +269,10 @@ class Train:
     accumulate: int = at_least(1, 1)
     """Forward and backward passes per optimizer step. With parallel=ddp gradients are reduced in
     the last one only; with fsdp and hsdp in each, so that a rank holds only its shards of them."""
+    loss_per: str = one_of("sample", "token")
+    """What has the same weight in the loss of a step. sample: each sample, so that ranks and passes
+    average their losses. token: each target that is not -100, over all ranks and passes, so that
+    padding changes nothing; the loss must be the mean over these."""
     weights: str = ""
     """A safetensors file, or a folder with such files, that has the values with which the model
     begins, on each node. Relative to the current folder; empty: the model's own."""

@@ -49,6 +49,8 @@ of it.
     stages.py             Cuts a model into the stages of a pipeline, at block boundaries
     step.py               One optimizer step: forward, backward, averaging, clipping, update; and
                           its state
+    token_loss.py         The loss per target instead of per batch: train.loss_per=token, for padded
+                          samples
     tokenizer.py          Byte-pair encoding: one rank trains the vocabulary, each encodes a part of
                           the text
     tokens.py             Token files on disk as a data set: cut into sequences, read by mmap

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from raydist.training.model_call import loss_of_model, model_call
+from raydist.training.model_call import model_call
+from raydist.training.token_loss import TokenLoss, own_loss
 from raydist.worker import context
 from raydist.worker.backends import Comm
 
@@ -40,20 +42,27 @@ def evaluate(
     `counted`: how many of the batches have samples of this rank; the others exist for the ranks
     that have more. On return each module is in its previous mode.
     """
-    total = torch.zeros(len(metrics) + 1, dtype=torch.float64, device=device)
+    total = torch.zeros(2, len(metrics), dtype=torch.float64, device=device)
+    own = any(map(own_loss, metrics.values()))
     with in_mode(model, False), torch.no_grad():
         for number, batch in enumerate(batches):
-            call = model_call(batch, loss_of_model in metrics.values())
-            output, count = model(*call.inputs, **call.named), call.samples
+            call = model_call(batch, own)
+            output = model(*call.inputs, **call.named)
             # No samples of this rank, or another stage of the pipeline has the output.
             if number >= counted or output is None:
                 continue
             for index, metric in enumerate(metrics.values()):
                 value = metric(output, call.target).double()
-                total[index] += value.sum() if value.dim() else value * count
-            total[-1] += count
-    *sums, count = comm.sum(total).tolist()
-    return {name: value / count for name, value in zip(metrics, sums, strict=True)}
+                weight: int | torch.Tensor = call.samples
+                if isinstance(metric, TokenLoss):
+                    weight = metric.count(call.target)
+                    value = torch.where(weight > 0, value, 0)  # NaN without targets
+                total[0, index] += value.sum() if value.dim() else value * weight
+                total[1, index] += weight
+    sums, weights = comm.sum(total).tolist()
+    return {
+        name: s / w if w else math.nan for name, s, w in zip(metrics, sums, weights, strict=True)
+    }
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from raydist.training.model_call import loss_of_model
 from raydist.training.outlive import outlive
 from raydist.training.rank_model import RankModel
 from raydist.training.step import Loss, StepFigures, Stepper
+from raydist.training.token_loss import TokenLoss
 from raydist.training.training_state import TrainingProgress, TrainingState
 from raydist.training.waits import DataWait
 from raydist.worker import checkpoint, context, profiling
@@ -110,7 +111,10 @@ def fit(
         order, batches = sources.ordered(train, config, rank, ranks, collate, waits.add)
         if loss is None:
             check_stages(shape.pp)
-        used_loss = loss or loss_of_model
+        module = model if model is not None else models.build_model(config.model)
+        used_loss: Loss = loss or loss_of_model
+        if config.train.loss_per == "token":
+            used_loss = TokenLoss.of(used_loss, module)
         measured = {"test_loss": used_loss, **(metrics or {})} if test is not None else {}
         check_best(config.checkpoint.best, measured)
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
@@ -120,7 +124,6 @@ def fit(
             sampler = data.eval_sampler(test, order, together=comm.sharded, most=most)
             held_out = data.loader(test, sampler, config.data, collate)
             tests = TestSet(held_out, sampler.own_portions, measured)
-        module = model if model is not None else models.build_model(config.model)
         rate = optim.learning_rate(config.optim, order.global_batch)
 
         def train_on() -> dict[str, float]:

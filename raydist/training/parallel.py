@@ -200,9 +200,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 """The words of a plan, as in Hugging Face's models; with `_rep` the layer outputs, or takes, whole
-activations."""
+activations. The last two are those of transformers 5 for the last layer and the embedding."""
 
 
 def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:

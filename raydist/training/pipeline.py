@@ -162,7 +162,8 @@ class Pipeline(nn.Module):
         self._group = comm.everyone.get_group("pp")
         self._stage = comm.everyone.get_local_rank("pp")
         self._stages = comm.shape.pp
-        self._microbatches = microbatches(comm.job, comm.shape)
+        self.microbatches = microbatches(comm.job, comm.shape)
+        self._loss: Callable[..., torch.Tensor] | None = None
         self._train: PipelineScheduleSingle | None = None
         self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
 
@@ -171,15 +172,15 @@ class Pipeline(nn.Module):
         inputs: Sequence[Any],
         target: torch.Tensor,
         loss: Callable[..., torch.Tensor],
-        share: float,
     ) -> torch.Tensor:
-        """Run forward and backward of a batch in micro-batches; return its loss x `share`.
+        """Run forward and backward of a batch in micro-batches; return the sum of their losses.
 
         The loss is the mean over the pipeline's ranks: the ranks of the last stage, which have the
         loss, return a multiple of it, all others 0.
         """
+        self._loss = loss
         if self._train is None:
-            self._train = self._schedule(self._microbatches, loss, share)
+            self._train = self._schedule(self.microbatches)
         losses: list[torch.Tensor] = []
         # where torch has the argument, outputs are not kept to the end of the step
         quiet: Any = (
@@ -195,13 +196,12 @@ class Pipeline(nn.Module):
             return torch.zeros((), device=self._comm.device)
         return torch.stack(losses).sum().detach().float() * self._stages
 
-    def _schedule(
-        self, count: int, loss: Callable[..., torch.Tensor], share: float
-    ) -> PipelineScheduleSingle:
+    def _schedule(self, count: int) -> PipelineScheduleSingle:
         kind = get_schedule_class(self._comm.job.parallel.schedule)
 
         def part_of_loss(output: Any, target: Any) -> torch.Tensor:
-            return loss(output, target) * (share / count)
+            assert self._loss is not None
+            return self._loss(output, target)
 
         return cast(
             "PipelineScheduleSingle",
@@ -228,7 +228,7 @@ class Pipeline(nn.Module):
         shapes = [(each.shape, each.dtype) for each in inputs]
         # The buffers of the schedule have these shapes.
         if self._evaluate is None or self._evaluate[0] != shapes:
-            count = self._microbatches if len(inputs[0]) % self._microbatches == 0 else 1
+            count = self.microbatches if len(inputs[0]) % self.microbatches == 0 else 1
             self._evaluate = shapes, gpipe(self._new_stage(), count)
         with torch.no_grad():
             return self._evaluate[1].step(*self._given(inputs))

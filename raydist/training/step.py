@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,8 +16,9 @@ from raydist.shared.errors import ConfigError
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot_layout import State
 from raydist.training import optim
-from raydist.training.model_call import loss_of_model, model_call
+from raydist.training.model_call import model_call
 from raydist.training.rank_model import RankModel
+from raydist.training.token_loss import TokenLoss, own_loss
 from raydist.worker import context
 from raydist.worker.torch_private import scaler_state
 
@@ -96,14 +98,20 @@ class Stepper:
     def _passes(self, batches: Iterator[Any]) -> Callable[[], torch.Tensor]:
         """Do what `forward_backward` says."""
         self.batches.clear()
-        comm, (*first, last) = self.model.comm, self.shares
+        comm = self.model.comm
+        loaded: Iterator[Any] = map(self._next, [batches] * len(self.shares))
+        shares: Sequence[float | torch.Tensor] = self.shares
+        if isinstance(self.loss, TokenLoss):
+            loaded = iter(step := [*loaded])
+            shares = [self._share_of_target(self.loss, step)] * len(step)
+        *first, last = shares
         total: torch.Tensor | int = 0
         with comm.accumulating(self.model.wrapped) if first else nullcontext():
             for share in first:
-                loss = self._forward(self._next(batches), share)
+                loss = self._forward(next(loaded), share)
                 total = total + loss.detach()
                 self._backward(loss)
-        loss = self._forward(self._next(batches), last)
+        loss = self._forward(next(loaded), last)
         mean = comm.start_mean(total + loss.detach())
         self._backward(loss)
         return mean
@@ -114,15 +122,36 @@ class Stepper:
             self.batches.append(batch)
         return batch
 
-    def _forward(self, batch: Any, share: float) -> torch.Tensor:
+    def _share_of_target(self, loss: TokenLoss, step: Sequence[Any]) -> torch.Tensor:
+        """Return the weight of one target in the average over all ranks. A collective.
+
+        `step`: this rank's batches.
+        """
+        own = own_loss(loss)
+        count = sum(loss.count(model_call(batch, own).target) for batch in step)
+        assert isinstance(count, torch.Tensor)
+        # Ranks that compute a sample together all count its targets, and are counted here too.
+        every = self.model.comm.sum(count.to(self.model.device))
+        return context.rank().world_size / every.clamp(min=1)
+
+    def _forward(self, batch: Any, share: float | torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch x `share`. With a pipeline this includes the backward pass."""
-        call = model_call(self.model.copier.copy_ahead(batch), self.loss is loss_of_model)
+        call = model_call(self.model.copier.copy_ahead(batch), own_loss(self.loss))
         if self.model.pipeline is not None:
-            return self.model.pipeline.step(call.inputs, call.target, self.loss, share)
+            parts = 1 if isinstance(self.loss, TokenLoss) else self.model.pipeline.microbatches
+            weighed = partial(self._weighed, share=share / parts)
+            return self.model.pipeline.step(call.inputs, call.target, weighed)
         context.phase("forward")
         with self.model.cast:
-            loss = self.loss(self.model.wrapped(*call.inputs, **call.named), call.target)
-            return loss if share == 1 else loss * share
+            output = self.model.wrapped(*call.inputs, **call.named)
+            return self._weighed(output, call.target, share)
+
+    def _weighed(self, output: Any, target: Any, share: float | torch.Tensor) -> torch.Tensor:
+        """Return the loss of an output x `share`, that of the batch or of each of its targets."""
+        loss = self.loss(output, target)
+        if isinstance(share, torch.Tensor):
+            return cast("TokenLoss", self.loss).weighed(loss, target, share)
+        return loss if share == 1 else loss * share
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self.model.pipeline is None:

@@ -13,7 +13,7 @@ from raydist.training.gpt import GPT
 from raydist.training.optim import without_decay
 from tests.conftest import ROOT
 from tests.programs import Program
-from tests.scripts.everything import BAD, BATCH, KILLED, SIZES, STEPS, Rows, next_token
+from tests.scripts.everything import BAD, BATCH, KILLED, SIZES, STEPS, TESTS, Rows, next_token
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -40,6 +40,7 @@ WORDS = (
     f"train.steps={STEPS}",
     f"train.clip={CLIP}",
     "train.accumulate=2",
+    "train.loss_per=token",
     "train.weights=pretrained",
     "train.nan=skip",
     "train.check_resume=true",
@@ -87,7 +88,8 @@ def by_hand(model: GPT) -> dict[str, list[Any]]:
         found["lr"].append(rate(step))
         if (step + 1) % 5 == 0 or step + 1 == STEPS:
             with torch.no_grad():
-                found["test"].append(next_token(model(rows.tokens[:14]), rows.labels[:14]).item())
+                tested = next_token(model(rows.tokens[:TESTS]), rows.labels[:TESTS])
+                found["test"].append(tested.item())
     return found
 
 

@@ -23,14 +23,18 @@ SHAPE = transformers.LlamaConfig(
 )
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self):
+    def __init__(self, padded=False):
         self.tokens = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(1))
+        self.labels = self.tokens.clone()
+        if padded:
+            counts = torch.tensor([2, 2, 4, 5, 12, 12, 6, 1] * 4)
+            self.labels[torch.arange(12) >= counts[:, None]] = -100
 
     def __len__(self):
         return len(self.tokens)
 
     def __getitem__(self, index):
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 """
 JOB = (
     ROWS
@@ -38,7 +42,7 @@ JOB = (
 def job(config):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(SHAPE)
-    return raydist.fit(config, model=model, train=Rows(), test=Rows())
+    return raydist.fit(config, model=model, train=Rows(padded=True), test=Rows(padded=True))
 """
 )
 TUNE = (
@@ -68,25 +72,26 @@ WORDS = (
 def by_hand(model: Any, rows: Any) -> tuple[float, float]:
     """Return the last loss of the same training in one process, and the loss on the test rows."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in rows.tokens.split(8):
-        loss = model(input_ids=batch, labels=batch).loss
+    for batch, labels in zip(rows.tokens.split(8), rows.labels.split(8), strict=True):
+        loss = model(input_ids=batch, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        return loss.item(), model(input_ids=rows.tokens, labels=rows.tokens).loss.item()
+        return loss.item(), model(input_ids=rows.tokens, labels=rows.labels).loss.item()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("division", ["ddp", "fsdp"])
+@pytest.mark.parametrize("division", ["ddp", "fsdp", "tp"])
 def test_an_unmodified_model_trains(tmp_path: Path, division: str) -> None:
     (tmp_path / "mine.py").write_text(JOB)
-    program = Program(tmp_path, *WORDS, f"parallel={division}")
+    more = "train.accumulate=2", "train.loss_per=token"
+    program = Program(tmp_path, *WORDS, f"parallel={division}", *more)
     assert program.wait() == 0, program.screen
     names: dict[str, Any] = {}
     exec(ROWS, names)
     torch.manual_seed(0)
-    loss, test_loss = by_hand(transformers.LlamaForCausalLM(names["SHAPE"]), names["Rows"]())
+    loss, test_loss = by_hand(transformers.LlamaForCausalLM(names["SHAPE"]), names["Rows"](True))
     metrics = program.result()["metrics"]
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["test_loss"] == pytest.approx(test_loss, rel=1e-5)

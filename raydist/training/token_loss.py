@@ -1,0 +1,73 @@
+"""The loss per target instead of per batch: train.loss_per=token, for padded samples. (rank side)
+
+The mean of the means of several batches is not the mean over their targets, if padding leaves them
+different numbers of targets. So the loss of each batch is multiplied by its targets, and divided by
+those of the whole optimizer step, over all passes and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raydist.shared.errors import ConfigError
+from raydist.training.model_call import loss_of_model
+
+IGNORED = -100
+"""The target that the losses of torch and transformers leave out of their mean."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss, the mean over the targets that are not IGNORED, which also counts them."""
+
+    loss: Callable[[Any, Any], torch.Tensor]
+    shifted: bool
+    """Whether the model itself shifts the labels, and so has no output for the first of a row."""
+
+    @classmethod
+    def of(cls, loss: Callable[[Any, Any], torch.Tensor], model: torch.nn.Module) -> TokenLoss:
+        """Return the loss of a model by target. `loss`: loss_of_model, or that of the job."""
+        # The decoder of a model with an encoder gets its inputs shifted, and keeps all labels.
+        config = getattr(model, "config", None)
+        causal = getattr(model, "loss_type", None) == "ForCausalLM"
+        return cls(loss, causal and not getattr(config, "is_encoder_decoder", False))
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        return self.loss(output, target)
+
+    def count(self, target: Any) -> torch.Tensor:
+        """Return the number of targets that are not IGNORED, int64 of shape [].
+
+        `target`: what the loss gets. Of a whole batch it is the column `shift_labels` or `labels`,
+        else the last one. ConfigError: it is no tensor.
+        """
+        shifted = False
+        if self.loss is loss_of_model:
+            shifted = self.shifted
+            if isinstance(target, Mapping):
+                shifted = shifted and "shift_labels" not in target
+                known = [target[name] for name in ("shift_labels", "labels") if name in target]
+                target = known[0] if known else [*target.values()][-1]
+            elif not isinstance(target, torch.Tensor):
+                target = target[-1]
+        if not isinstance(target, torch.Tensor):
+            cause = f"targets are counted in a tensor, and these are a {type(target).__name__}"
+            raise ConfigError.of("train.loss_per", "token", cause, "train.loss_per=sample")
+        return (target[..., 1:] if shifted else target).ne(IGNORED).sum()
+
+    def weighed(self, loss: torch.Tensor, target: Any, share: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch x its targets x `share`; 0 if it has no targets.
+
+        The mean over no targets is NaN: it must reach neither the loss nor the gradient.
+        """
+        weight = share * self.count(target)
+        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+
+
+def own_loss(loss: Any) -> bool:
+    """Report whether this is the loss that the model computes."""
+    return (loss.loss if isinstance(loss, TokenLoss) else loss) is loss_of_model
