@@ -67,7 +67,7 @@ def by_hand(model: GPT) -> dict[str, list[Any]]:
     """Train a model in one process, with each step in one pass; return the figures of its steps."""
     bare, found = without_decay(model), dict[str, list[Any]](loss=[], grad_norm=[], lr=[], test=[])
     named = dict(model.named_parameters())
-    groups = [
+    groups: list[Any] = [
         {"params": [each for name, each in named.items() if name not in bare]},
         {"params": [named[name] for name in bare], "weight_decay": 0.0},
     ]

@@ -1,0 +1,61 @@
+"""The targets of a batch that train.loss_per=token counts, and what a batch without any does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from raydist.shared.errors import ConfigError
+from raydist.training.model_call import loss_of_model
+from raydist.training.token_loss import TokenLoss
+
+LABELS = torch.tensor([[1, 2, -100, -100], [3, 0, 7, -100]])
+TOKENS = torch.zeros(2, 4, dtype=torch.long)
+
+
+def model(**attributes: Any) -> Any:
+    return SimpleNamespace(**attributes)
+
+
+CAUSAL = model(loss_type="ForCausalLM", config=model(is_encoder_decoder=False))
+TRANSLATOR = model(loss_type="ForCausalLM", config=model(is_encoder_decoder=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "of", "target", "wanted"),
+    [
+        (F.cross_entropy, CAUSAL, LABELS, 5),  # the job's own loss has shifted them
+        (loss_of_model, model(), {"labels": LABELS, "tokens": TOKENS}, 5),
+        (loss_of_model, model(), {"tokens": TOKENS, "following": LABELS}, 5),
+        (loss_of_model, model(), [TOKENS, LABELS], 5),
+        (loss_of_model, model(), LABELS, 5),
+        (loss_of_model, CAUSAL, {"input_ids": TOKENS, "labels": LABELS}, 3),
+        (loss_of_model, CAUSAL, {"labels": TOKENS, "shift_labels": LABELS}, 5),
+        (loss_of_model, TRANSLATOR, {"input_ids": TOKENS, "labels": LABELS}, 5),
+    ],
+)
+def test_what_is_counted(loss: Any, of: Any, target: Any, wanted: int) -> None:
+    assert int(TokenLoss.of(loss, of).count(target)) == wanted
+
+
+def test_targets_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        TokenLoss.of(F.cross_entropy, model()).count([LABELS, LABELS])
+    assert error.value.message.startswith(
+        "train.loss_per=token: targets are counted in a tensor, and these are a list"
+    )
+
+
+def test_a_batch_without_targets_changes_no_gradient() -> None:
+    scores = torch.randn(4, 3, requires_grad=True)
+    none = torch.full((4,), -100)
+    loss = TokenLoss.of(F.cross_entropy, model())
+    assert loss(scores, none).isnan()
+    weighed = loss.weighed(loss(scores, none), none, torch.tensor(0.5))
+    torch.autograd.backward(weighed)
+    assert weighed.item() == 0
+    assert torch.equal(scores.grad, torch.zeros(4, 3))  # type: ignore[arg-type]
