@@ -93,6 +93,13 @@ def by_hand(model: GPT) -> dict[str, list[Any]]:
     return found
 
 
+def saved_tokens(run_dir: Path, rank: int) -> torch.Tensor:
+    """Return the tokens of the two batches that a rank has saved of the step that is not finite."""
+    file = run_dir / "nan" / f"step-{BAD:08d}" / f"rank-{rank}.pt"
+    one, two = (batch["tokens"] for batch in torch.load(file, weights_only=True))
+    return torch.cat([one, two])
+
+
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The folder of the weights that all begin with, and the figures of the training by hand."""
@@ -115,7 +122,7 @@ def test_all_features_together_are_a_loop_by_hand(
     reports = [each for each in program.events("report") if each["rank"] == 0]
     steps = [each["values"] for each in reports if "loss" in each["values"]]
     tests = [each["values"]["test_loss"] for each in reports if "test_loss" in each["values"]]
-    unbroken, killed = steps[:STEPS], steps[STEPS:]
+    unbroken, killed, ended = steps[:STEPS], steps[STEPS : 2 * STEPS + 1], steps[2 * STEPS + 1 :]
     for name in ("loss", "grad_norm", "lr"):
         found = [values[name] for values in unbroken]
         assert found == pytest.approx(known[name], abs=1e-5, nan_ok=True), name
@@ -127,5 +134,9 @@ def test_all_features_together_are_a_loop_by_hand(
     ]
     del killed[KILLED]
     assert repr(killed) == repr(unbroken)  # NaN is not equal to itself
+    assert repr(ended) == repr(unbroken[: BAD - 1])
+    parts = [saved_tokens(program.run_dir, rank) for rank in range(4)]
+    rows = {tuple(row) for part in parts for row in part.tolist()}
+    assert rows == {tuple(row) for row in Rows().tokens[BATCH * (BAD - 1) : BATCH * BAD].tolist()}
     (checked,) = program.events("checked")
     assert (checked["resumed"], checked["steps"], checked.get("differs")) == (KILLED - 1, 1, None)
