@@ -118,7 +118,7 @@ def test_all_features_together_are_a_loop_by_hand(
     weights, known = wanted
     (tmp_path / "pretrained").symlink_to(weights)
     program = Program(tmp_path, *WORDS, *DIVISIONS[division])
-    assert program.wait() == 0, program.screen
+    assert program.wait(300) == 0, program.screen
     reports = [each for each in program.events("report") if each["rank"] == 0]
     steps = [each["values"] for each in reports if "loss" in each["values"]]
     tests = [each["values"]["test_loss"] for each in reports if "test_loss" in each["values"]]
