@@ -19,7 +19,7 @@ KILLS = 8
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", storm.DIVISIONS)
 def test_ranks_killed_at_random_moments_change_no_bit(name: str, tmp_path: Path) -> None:
-    done = storm.division(tmp_path, storm.DIVISIONS[name], KILLS, seed=1, steps=200)
+    done = storm.division(tmp_path, storm.DIVISIONS[name], KILLS, seed=1, steps=100)
     assert not done.failed
     assert done.killed == KILLS
     assert any(done.kept)
