@@ -248,6 +248,13 @@ def own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def own_actor() -> str:
+    """Return the id of the actor that this process is, in hex; empty if it is none."""
+    import ray
+
+    return ray.get_runtime_context().get_actor_id() or ""
+
+
 def alive_nodes() -> list[Node]:
     """Return the nodes that are alive now."""
     import ray

@@ -117,7 +117,7 @@ def resources_for(
     need = rank_resources(scale, gpus)
     if capacity:
         cluster_nodes.check_resource_names(need, [have for have, _ in capacity])
-    if job.queue.enabled and job.queue.shrink:
+    if job.queue.enabled is not False and job.queue.shrink:
         # Ray frees only whole placement groups: whatever can be given up is in others.
         sized = replace(scale, nodes=scale.nodes or 1)
     else:

@@ -53,6 +53,14 @@ They are the autoscaler, the forwarder of workers' output, and the dashboard's p
 2 s of CPU, out of the 4.5 s of a Ray that is started for one program, while torch is being imported
 at the same time.
 """
+STORE = tuple(
+    f"{GCS_CLIENT}.{name}"
+    for name in (
+        *(f"internal_kv_{name}" for name in ("put", "get", "del", "keys", "multi_get")),
+        "get_all_job_info",
+    )
+)
+"""What the queue needs of the GCS."""
 OPTIONAL = {
     f"{STATE}:state.get_draining_nodes": "raydist notices a drained node only when it is gone",
     f"{STATE}:state.get_cluster_config": "raydist reads the autoscaler's node types from its file",
@@ -64,6 +72,7 @@ OPTIONAL = {
     KILL: "a Ray that raydist started takes a second longer to end",
     STARTED: "processes of a Ray that raydist started may outlive it by a minute",
     **dict.fromkeys(NOT_NEEDED, "a Ray that raydist starts uses two more seconds of CPU"),
+    **dict.fromkeys(STORE, "a run is in the queue only with queue=on, and then fails"),
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
 KV_NAMESPACE = b"raydist"
@@ -491,6 +500,11 @@ def internal_kv(key: str, namespace: str | None = None) -> bytes | None:
         key, namespace=namespace
     )
     return value
+
+
+def has_store() -> bool:
+    """Return whether this Ray has all that the queue needs of the GCS."""
+    return all(find_part(path) is not None for path in STORE)
 
 
 def kv_put(key: str, value: bytes, overwrite: bool = True) -> None:

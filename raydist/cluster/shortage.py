@@ -18,7 +18,7 @@ from raydist.cluster.nodes import (
     room,
 )
 from raydist.settings.config import Scale
-from raydist.shared.errors import ConfigError
+from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.rank_names import counted
 
 ROOM = "waiting for Ray to place the ranks: the cluster has room for all"
@@ -135,6 +135,11 @@ def smaller_rank(
             need[name] = have
             settings.append(f"scale.resources.{name}={have:g}")
     return " ".join(settings), {name: amount for name, amount in need.items() if amount}
+
+
+def gave_up(patience: float, reason: str) -> LaunchError:
+    """Return the error of a run that has waited for nodes. `reason`: what is missing."""
+    return LaunchError(f"gave up after {patience:g} s (scale.wait_s): {reason}")
 
 
 def describe_shortage(request: ResourceRequest, nodes: Sequence[Node]) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from raydist.cluster.placement import Plan
+from raydist.cluster.shortage import gave_up
 from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
@@ -40,7 +41,7 @@ class Waiting:
         """Report that the wait continues. `reason`: what is missing, for a person."""
         signals.raise_again()
         if time.monotonic() - self._began > self._patience:
-            raise LaunchError(f"gave up after {self._patience:g} s (scale.wait_s): {reason}")
+            raise gave_up(self._patience, reason)
         if reason != self._last_report:
             self._events.add(kinds.Wait(text=reason))
         self._last_report = reason

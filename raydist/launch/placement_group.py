@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from raydist.cluster import connect, drain, node_history, placement, ray_private, shortage
-from raydist.cluster.connect import alive_nodes, remaining_nodes
+from raydist.cluster.connect import alive_nodes, own_actor, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn, TurnPassed
@@ -77,7 +77,7 @@ def placed_group(
             hosts.take_turn(turn)
             with WorkerGroup(plan, hosts, events) as group:
                 yield group
-            if gangs is not None and hosts.standby is None and not turn.wanted_by():
+            if gangs is not None and hosts.standby is None and turn.may_keep():
                 gangs.put(Gang(request, options, held, actors))
                 actors = held = None
             elif not options:
@@ -189,7 +189,8 @@ def group_in_turn(
         turn.wait()
         held = steered_group(job, request, address, events)
         try:
-            return held, wait_until_placed(held, request, job.scale.wait_s, events, turn.check)
+            patience = turn.patience(job.scale.wait_s)
+            return held, wait_until_placed(held, request, patience, events, turn.check)
         except BaseException as error:
             remove_placement_group(held)
             if not isinstance(error, TurnPassed):
@@ -226,13 +227,6 @@ def remove_orphans() -> None:
         if prefix.startswith(NAME) and each["state"] != "REMOVED" and ray_private.is_dead(maker):
             with contextlib.suppress(ValueError):  # another run has removed it
                 remove_placement_group(get_placement_group(each["name"]))
-
-
-def own_actor() -> str:
-    """Return the id of the actor that this process is, in hex; empty if it is none."""
-    import ray
-
-    return ray.get_runtime_context().get_actor_id() or ""
 
 
 def group_name() -> str:

@@ -169,7 +169,8 @@ class Scale:
     user's next run in the same environment; 0: it ends with the run. `raydist warm` lists and ends
     them."""
     wait_s: float = at_least(0, 600.0, most=MAX_SECONDS)
-    """Seconds to wait for nodes that the autoscaler, or a person, is starting."""
+    """Seconds to wait for nodes that the autoscaler, or a person, is starting, and for room that
+    something outside the queue holds."""
 
 
 @dataclass(frozen=True)
@@ -400,11 +401,12 @@ class Restart:
 
 @dataclass(frozen=True)
 class Queue:
-    """The order in which runs get room on a Ray cluster (queue=on, queue=off)."""
+    """The order in which runs get room on a Ray cluster (queue=auto, queue=on, queue=off)."""
 
-    enabled: bool = False
+    enabled: bool | None = None
     """Wait in the cluster's queue while there is no room, and make way for runs of higher
-    priority."""
+    priority. null (queue=auto): yes, unless Slurm or a RayJob of KubeRay has already queued the run
+    and given it its machines."""
     priority: str = "normal"
     """high, normal, low, or a whole number: they are 100, 0 and -100. Runs of equal priority are
     placed in the order in which they came."""

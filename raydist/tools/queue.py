@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from raydist.cluster import connect
 from raydist.cluster.queue import order, store
 from raydist.cluster.queue.entry import CANCEL, MOVE, PAUSE, RESUME, Entry, Instruction
-from raydist.cluster.queue.turn import owner, seen_cluster, time_of_day, why_waiting
+from raydist.cluster.queue.first_entry import owner
+from raydist.cluster.queue.turn import seen_cluster, time_of_day, why_waiting
 from raydist.cluster.shortage import describe_request
 from raydist.reporting.progress import duration
 from raydist.reporting.wording import table
@@ -27,7 +28,7 @@ from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.tools.plan import connected
 
-USAGE = """Lists the runs that obey the queue of a Ray cluster, or changes what becomes of one:
+USAGE = """Lists the runs in the queue of a Ray cluster, or changes what becomes of one:
 
   raydist queue pause RUN      give its room back after a step, and wait until it is resumed
   raydist queue resume RUN     wait in the queue again, with the time of its first entry
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lines = [json.dumps(asdict(row)) for row in read_rows()]
             else:
                 rows = read_rows()
-                lines = queue_table(rows) if rows else ["no run obeys the queue (queue=on)"]
+                lines = queue_table(rows) if rows else ["no run is in the queue"]
         print("\n".join(lines), flush=True)
         return 0
 

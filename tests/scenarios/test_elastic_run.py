@@ -208,16 +208,16 @@ def test_a_run_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
     site.add()
-    queued = ("scale=1..2x1", "queue=on", "queue.shrink=true", "queue.exempt_s=0")
+    queued = ("scale=1..2x1", "queue.shrink=true", "queue.exempt_s=0")
     run = site.start(tmp_path / "run", *queued)
     run.wait_for_step(1)
     resized(run, 1, 2)
     # It is alone on its nodes, and would be stopped if the other run could not shrink.
     site.add()
-    words = ("scale=1x1", "queue=on", "queue.exempt_s=0", "queue.priority=low")
+    words = ("scale=1x1", "queue.exempt_s=0", "queue.priority=low")
     other = site.start(tmp_path / "other", *words)
     other.wait_for_step(1)
-    urgent = site.start(tmp_path / "urgent", "scale=1x1", "queue=on", "queue.priority=high")
+    urgent = site.start(tmp_path / "urgent", "scale=1x1", "queue.priority=high")
     urgent.wait_for_step(1)
     resized(run, 1, 2, 1)
     assert any("makes way for" in event["text"] for event in run.events("regroup"))

@@ -59,7 +59,8 @@ def job():
 def ray() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 2})
+    head = {**HEAD, "num_cpus": 2, "labels": {"stays": "yes"}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     yield cluster
     cluster.shutdown()
 
@@ -76,13 +77,13 @@ class Person:
         hurry = f"env.HURRY={self.folder / name / 'hurry'}"
         return self.run(name, *JOB_WORDS, f"scale={size}", hurry, *words)
 
-    def run(self, name: str, *words: str) -> Program:
+    def run(self, name: str, *words: str, module: str = "raydist.train") -> Program:
         """Start a run of this name in a folder of its own."""
         folder = self.folder / name
         folder.mkdir()
         (folder / "slowly.py").write_text(JOB)
         (folder / "loop.py").write_text(LOOP)
-        return Program(folder, f"name={name}", "queue=on", *words, address=self._address)
+        return Program(folder, f"name={name}", *words, address=self._address, module=module)
 
     def hurry(self, name: str) -> None:
         (self.folder / name / "hurry").touch()
@@ -312,6 +313,64 @@ def test_a_run_past_its_limit_makes_way_for_its_equals(person: Person) -> None:
     assert long.wait() == 0, long.screen
     assert losses(long) == losses(equal)
     wait_until(lambda: not person.queue(), "an empty queue")
+
+
+def test_a_run_waits_for_room_outside_the_queue_for_wait_s_and_in_order(person: Person) -> None:
+    outsider = person.train("outsider", "queue=off")
+    outsider.wait_for_step(1)
+    assert person.queue() == {}
+    first = person.train("first")
+    waits(first, "waiting for 1 more node with 2 CPU")
+    second = person.train("second")
+    waits(second, "in the queue: waiting for 1 more node with 2 CPU")
+    hasty = person.train("hasty", "scale.wait_s=2")
+    assert hasty.wait() == 1, hasty.screen
+    assert "gave up after 2 s (scale.wait_s): waiting for 1 more node with 2 CPU" in hasty.screen
+    person.hurry("outsider")
+    assert outsider.wait() == 0, outsider.screen
+    waits(second, "held by first of")
+    person.hurry("first")
+    person.hurry("second")
+    assert first.wait() == 0, first.screen
+    assert second.wait() == 0, second.screen
+    wait_until(lambda: not person.queue(), "an empty queue")
+
+
+def test_a_run_that_lacks_a_lost_node_holds_nobody_back_and_gives_up(
+    ray: Any, person: Person
+) -> None:
+    node = ray.add_node(num_cpus=2)
+    holder = person.train("holder", "scale.labels.stays=yes", size="1x1")
+    holder.wait_for_step(1)
+    large = person.train("large", "scale.wait_s=6", size="2x2")
+    waits(large, "held by holder of")
+    small = person.train("small", size="1x1")
+    waits(small, "waiting behind large of")
+    ray.remove_node(node)
+    person.hurry("small")
+    assert small.wait() == 0, small.screen
+    assert large.wait() == 1, large.screen
+    assert "gave up after 6 s (scale.wait_s): waiting for 2 more nodes with 2 CPU" in large.screen
+    assert not holder.events("end")
+    person.hurry("holder")
+    assert holder.wait() == 0, holder.screen
+    wait_until(lambda: not person.queue(), "an empty queue")
+
+
+def test_another_run_comes_before_the_next_trial_of_a_sweep(person: Person) -> None:
+    hurry = f"env.HURRY={person.folder / 'sweep' / 'hurry'}"
+    words = (*JOB_WORDS, "scale=1x2", hurry, "sweep.parallel=1", "optim.lr=0.1,0.2,0.3")
+    sweep = person.run("sweep", *words, module="raydist.tools.sweep")
+    rows = person.queue
+    sweep.wait_until(lambda: any(row["state"] == "running" for row in rows().values()), "a trial")
+    other = person.train("other")
+    waits(other, "held by sweep of")
+    person.hurry("sweep")
+    other.wait_for_step(1)
+    sweep.wait_until(lambda: "held by other of" in str(rows()), "the next trial waits")
+    person.hurry("other")
+    assert other.wait() == 0, other.screen
+    assert sweep.wait() == 0, sweep.screen
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import raydist
+from raydist.cluster import ray_private
+from raydist.cluster.queue import store
 from tests.waiting import wait_until
 
 for name in ("pyarrow", "pandas"):  # a new one may be there and refuse an old NumPy
@@ -99,5 +101,7 @@ def test_the_resources_of_a_trial_that_was_killed_are_free_for_the_next(on_ray: 
         ray.get(actor.remote().run.remote(True))
     held = {name for name, each in placement_group_table().items() if each["state"] != "REMOVED"}
     assert len(held) == 1
+    assert len(ray_private.kv_values(store.RUNS)) == 1
     assert list(ray.get(actor.remote().run.remote(False))) == [cpus] * cpus
     assert {placement_group_table()[name]["state"] for name in held} == {"REMOVED"}
+    assert ray_private.kv_values(store.RUNS) == {}

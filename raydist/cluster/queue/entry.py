@@ -11,7 +11,7 @@ from typing import Any
 from raydist.cluster.nodes import ResourceRequest
 from raydist.cluster.queue.stop_cost import StopCost
 
-VERSION = 2
+VERSION = 3
 """Version of the JSON. An entry of another version is ignored, as a run outside the queue is."""
 WAITING, PLACING, RUNNING, LEAVING = "waiting", "placing", "running", "leaving"
 PAUSE, RESUME, CANCEL, MOVE = "pause", "resume", "cancel", "move"
@@ -54,7 +54,8 @@ class Entry:
     """A run in the queue. Its own driver alone writes it."""
 
     id: str
-    """The id of the driver's Ray job, a slash, and a text that is unique among the job's runs."""
+    """The id of the driver's Ray job, a slash, and a text that is unique among the job's runs. Of a
+    run in an actor, another slash and the actor's id: it may end before the job."""
     name: str
     folder: str
     owner: str
@@ -82,6 +83,8 @@ class Entry:
     """Ids of the nodes that it can give up one by one and go on (queue.shrink)."""
     stop: StopCost = field(default_factory=StopCost)
     """What it loses if it makes way."""
+    outside: bool = False
+    """Whether it lacks room that no run in the queue holds. Meanwhile it holds nobody back."""
     beat: int = 0
     """Grows every second while the driver is alive and not stopped."""
 
@@ -89,6 +92,11 @@ class Entry:
     def in_line(self) -> bool:
         """Whether it waits for room."""
         return self.state in (WAITING, PLACING) and not self.paused_by
+
+    @property
+    def job(self) -> str:
+        """The id of its driver's Ray job."""
+        return maker_of(self.id)[0]
 
     @property
     def has_room(self) -> bool:
@@ -146,6 +154,12 @@ class Instruction:
     def to_json(self) -> bytes:
         """Return the instruction for the store."""
         return json.dumps(asdict(self)).encode()
+
+
+def maker_of(id: str) -> tuple[str, str]:
+    """Return the Ray job of the entry with this id, and the actor in that job; empty for none."""
+    job, _, rest = id.partition("/")
+    return job, rest.partition("/")[2]
 
 
 def read_entry(value: bytes) -> Entry | None:

@@ -13,7 +13,7 @@ from itertools import chain, combinations
 from math import inf
 
 from raydist.cluster.nodes import Capacity, Node, fit_count, matches, room
-from raydist.cluster.queue.entry import LEAVING, Demand, Entry, WayRequest
+from raydist.cluster.queue.entry import LEAVING, PLACING, Demand, Entry, WayRequest
 from raydist.cluster.shortage import describe_shortage
 from raydist.shared.rank_names import counted
 
@@ -37,7 +37,11 @@ class Verdict:
     reason: str = ""
     """Why it waits, for a person."""
     first: bool = False
-    """Whether it is the first in line."""
+    """Whether it is the first in line: of the runs that wait for the same kind of room, see
+    `outside`."""
+    outside: bool = False
+    """Whether it lacks room that no run in the queue holds: it would not fit if all of them ended
+    now."""
     asks: Mapping[str, str] = field(default_factory=dict)
     """Id of each running entry that is to make way for it -> why that one, for a person; empty if
     there was no choice."""
@@ -45,6 +49,14 @@ class Verdict:
     """Id of each running entry that is to give up nodes for it -> their ids."""
     room_at: float | None = None
     """The latest time at which it will have room, in seconds since the epoch; None if unknown."""
+
+    @property
+    def may_try(self) -> bool:
+        """Whether the run may ask Ray for its room.
+
+        The queue does not know when room outside of it becomes free. Ray does.
+        """
+        return self.start or (self.first and self.outside)
 
 
 @dataclass(frozen=True)
@@ -69,8 +81,9 @@ def order_runs(
 
     Runs of higher priority come first, then those that entered first. The first that does not fit
     holds back all others: otherwise small runs would pass it forever. Only runs whose own limit
-    ends before it has room may pass it. `requests`: by the id of an entry, what others have asked
-    of it. `now`: seconds since the epoch.
+    ends before it has room may pass it. A run that lacks what no run in the queue holds, and says
+    so (`Entry.outside`), holds back nobody. `requests`: by the id of an entry, what others have
+    asked of it. `now`: seconds since the epoch.
     """
     entries = list(entries)
     line = sorted((each for each in entries if each.in_line), key=lambda each: each.order)
@@ -89,27 +102,61 @@ def order_runs(
             verdicts[entry.id] = Verdict(True)
             free = changed(free, entry.demand.bundle, taken, -1)
             continue
-        if can_grow(entry.demand, free, cluster):
-            # The autoscaler learns of a demand from a placement group that waits: only from this.
-            verdicts[entry.id] = Verdict(True)
-        else:
-            reason = why_it_waits(entry, placed, free, cluster.nodes)
-            asks: dict[str, str] = {}
-            shrinks: dict[str, tuple[str, ...]] = {}
-            room_at: float | None = None
+        reason = why_it_waits(entry, placed, free, cluster.nodes)
+        # The autoscaler learns of a demand from a placement group that waits: only from this.
+        grows = can_grow(entry.demand, free, cluster)
+        outside = lacks_outside(entry, entries, cluster, grows)
+        first = not (outside and any(each.outside for each in verdicts.values()))
+        verdicts[entry.id] = Verdict(grows, reason, first, outside)
+        if outside and entry.outside and not grows:
+            continue
+        if not grows:
             soon = with_back(free, leaving)
-            if place_bundles(entry.demand, soon, cluster.nodes) is None:
-                shrinks = nodes_to_give_up(entry, staying, soon, cluster.nodes, now)
-                if not shrinks:
-                    asks = make_way(entry, staying, soon, cluster.nodes, now)
-                room_at = room_by_limits(entry, staying, soon, cluster.nodes, now)
-            verdicts[entry.id] = Verdict(False, reason, True, asks, shrinks, room_at)
+            verdicts[entry.id] = with_requests(
+                verdicts[entry.id], entry, staying, soon, cluster.nodes, now
+            )
         verdicts |= {each.id: Verdict(False, text) for each, text in behind(line, place)}
         if (room_at := verdicts[entry.id].room_at) is not None:
             passing = backfill(line[place + 1 :], free, cluster.nodes, room_at - now)
             verdicts |= dict.fromkeys(passing, Verdict(True))
         break
     return verdicts
+
+
+def lacks_outside(entry: Entry, entries: Iterable[Entry], cluster: Cluster, grows: bool) -> bool:
+    """Return whether a run in line would not fit even if all runs in the queue ended now.
+
+    Then others hold the room, or the cluster has too few nodes. False while a run is being placed:
+    its room is taken, and it does not say yet that it holds it. `grows`: nodes that may come now
+    would be enough; those that are enough only with the room of other runs do not count.
+    """
+    others = [each for each in entries if each.id != entry.id]
+    if any(each.state == PLACING and not each.outside for each in others):
+        return False
+    all_back = with_back(cluster.free, [each for each in others if each.has_room])
+    if place_bundles(entry.demand, all_back, cluster.nodes) is not None:
+        return False
+    return grows or not can_grow(entry.demand, all_back, cluster)
+
+
+def with_requests(
+    verdict: Verdict,
+    entry: Entry,
+    staying: Sequence[Entry],
+    free: Free,
+    nodes: Sequence[Node],
+    now: float,
+) -> Verdict:
+    """Return the verdict with what the first run in line asks of others, and until when it waits.
+
+    `free`: what will be free once the runs that were asked have left. `staying`: the other runs.
+    """
+    if place_bundles(entry.demand, free, nodes) is not None:
+        return verdict
+    shrinks = nodes_to_give_up(entry, staying, free, nodes, now)
+    asks = {} if shrinks else make_way(entry, staying, free, nodes, now)
+    room_at = room_by_limits(entry, staying, free, nodes, now)
+    return replace(verdict, asks=asks, shrinks=shrinks, room_at=room_at)
 
 
 def room_by_limits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from raydist.cluster.queue.entry import (
     Entry,
     Instruction,
     WayRequest,
+    maker_of,
     read_entry,
     read_request,
 )
@@ -80,12 +82,17 @@ def read_all() -> Everything:
     """Return all entries of drivers that are alive; remove what others have left."""
     found = ray_private.kv_values("raydist/queue/")
     dead = ray_private.dead_jobs()
+
+    @functools.cache
+    def has_ended(job: str, actor: str) -> bool:
+        return job in dead or bool(actor and ray_private.is_dead(actor))
+
     entries: list[Entry] = []
     requests: dict[str, WayRequest] = {}
     for key, value in found.items():
         prefix = next((each for each in PREFIXES if key.startswith(each)), "")
         id = key.removeprefix(prefix)
-        if id.partition("/")[0] in dead:
+        if has_ended(*maker_of(id)):
             ray_private.kv_delete(key)
         elif prefix == ASKED:
             requests[id] = read_request(value)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
+import math
 import os
 import signal
-import socket
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raydist.cluster import connect
+from raydist.cluster import connect, ray_private
 from raydist.cluster.nodes import Node, ResourceRequest, select_nodes, still_to_come
 from raydist.cluster.queue import order, store
 from raydist.cluster.queue.entry import (
@@ -32,12 +30,13 @@ from raydist.cluster.queue.entry import (
     Instruction,
     WayRequest,
 )
+from raydist.cluster.queue.first_entry import first_entry
 from raydist.cluster.queue.order import Cluster, Verdict
 from raydist.cluster.queue.others import OtherRuns
+from raydist.cluster.queue.outer import outer_queue
 from raydist.cluster.queue.stop_cost import StopCost, cost_after
+from raydist.cluster.queue.wait_limits import WaitLimits
 from raydist.settings.config import Job
-from raydist.settings.duration import seconds_of
-from raydist.settings.priority import priority_of
 from raydist.shared import kinds, signals
 from raydist.shared.errors import RaydistError, Stopped
 from raydist.shared.events import Events
@@ -49,9 +48,6 @@ ASKED_S = 0.25
 """Seconds between two checks whether a run must make way. Each takes a millisecond."""
 FIRST_S, LATER_S = 0.25, 1.0
 """Seconds between two checks of the first run in line, and of the later ones."""
-GCS_S = 60.0
-"""Seconds that a run in line waits for an answer of the GCS. Ray's own processes wait as long
-(gcs_rpc_server_reconnect_timeout_s)."""
 TRY_S = 2.0
 """Seconds in which Ray places a group that has room."""
 
@@ -74,8 +70,15 @@ class Turn:
     def wait(self) -> None:
         """Wait until the run may be placed."""
 
+    def patience(self, wait_s: float) -> float:
+        """Return how long Ray may take to place the run, in seconds. `wait_s`: scale.wait_s."""
+        return wait_s
+
     def check(self) -> None:
-        """Raise TurnPassed if a placement group that has no room yet must be given back."""
+        """Raise TurnPassed if a placement group that has no room yet must be given back.
+
+        LaunchError: the run has waited too long for room that no run in the queue holds.
+        """
 
     def note_placement(self, nodes: Sequence[Node]) -> None:
         """Note that the run has room. `nodes`: that of each bundle."""
@@ -90,6 +93,10 @@ class Turn:
 
     def may_grow(self) -> bool:
         """Return whether the run may take more nodes: nobody waits for them."""
+        return True
+
+    def may_keep(self) -> bool:
+        """Return whether the next run of this process may have the nodes of this one."""
         return True
 
     def note_size(self, held: Mapping[str, int], spare: Sequence[str]) -> None:
@@ -112,10 +119,9 @@ class QueuedTurn(Turn):
         self._ends = ""
         """Why the run ends instead of waiting, for a person; empty: it waits."""
         self._others = OtherRuns()
-        self._answered = 0.0
-        """When the GCS last answered, by the monotonic clock."""
         self._began = 0.0
         """When the placement group was created, by the monotonic clock."""
+        self._limits = WaitLimits(job.scale.wait_s)
         self._stop_cost = StopCost()
 
     def note_event(self, event: Event) -> None:
@@ -129,9 +135,9 @@ class QueuedTurn(Turn):
         self._request = None
         self.waited_s = 0.0
         self._over = threading.Event()
-        self._answered = time.monotonic()
+        self._limits = WaitLimits(self._job.scale.wait_s)
         entry = self._entry or first_entry(self._job, request)
-        entry = replace(entry, state=WAITING, placed=0.0, held={}, spare=())
+        entry = replace(entry, state=WAITING, placed=0.0, held={}, spare=(), outside=False)
         self._write(replace(entry, demand=Demand.of(request)))
         beating = threading.Thread(target=self._beat, name="raydist-queue", daemon=True)
         beating.start()
@@ -146,7 +152,7 @@ class QueuedTurn(Turn):
     def wait(self) -> None:
         last_reason = ""
         began = time.monotonic()
-        while not (verdict := self._look()).start:
+        while not (verdict := self._look()).may_try:
             requests = {
                 **{id: WayRequest(for_whom(self._own, why)) for id, why in verdict.asks.items()},
                 **{id: WayRequest(for_whom(self._own), n) for id, n in verdict.shrinks.items()},
@@ -157,7 +163,9 @@ class QueuedTurn(Turn):
             if (reason := why_waiting(verdict)) != last_reason:
                 self._events.add(kinds.Wait(text=f"in the queue: {reason}"))
             last_reason = reason
-            until = time.monotonic() + (FIRST_S if verdict.first else LATER_S)
+            # A run before it may just be starting, and there may be room for both.
+            soon = verdict.first or time.monotonic() - began < TRY_S
+            until = time.monotonic() + (FIRST_S if soon else LATER_S)
             while time.monotonic() < until:
                 signals.raise_again()
                 time.sleep(FIRST_S / 2)
@@ -166,9 +174,12 @@ class QueuedTurn(Turn):
         self.waited_s += self._began - began if last_reason else 0.0
 
     def check(self) -> None:
-        if time.monotonic() - self._began > TRY_S and not self._look().start:
+        if time.monotonic() - self._began > TRY_S and not self._look().may_try:
             self._change(state=WAITING)
             raise TurnPassed
+
+    def patience(self, wait_s: float) -> float:
+        return math.inf  # _look() gives up
 
     def note_placement(self, nodes: Sequence[Node]) -> None:
         held = dict(Counter(node.id for node in nodes))
@@ -177,7 +188,7 @@ class QueuedTurn(Turn):
         # A request that came as the run left another placement.
         with contextlib.suppress(Exception):  # the GCS does not answer: it makes way in vain
             store.forget_request(self._own.id)
-        self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost)
+        self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost, outside=False)
 
     def wanted_by(self) -> str:
         request = self._request
@@ -188,12 +199,25 @@ class QueuedTurn(Turn):
         return request if request and request.nodes else None
 
     def may_grow(self) -> bool:
+        waiting = self._who_waits()
+        return waiting is not None and all(each.outside for each in waiting)
+
+    def may_keep(self) -> bool:
+        waiting = self._who_waits()
+        if self.wanted_by() or waiting is None:
+            return False
+        own = self._own
+        before = [each for each in waiting if each.job != own.job and not each.outside]
+        return all(each.priority < own.priority for each in before)
+
+    def _who_waits(self) -> list[Entry] | None:
+        """Return the other runs in line; None if the GCS does not answer."""
         try:
             entries = store.read_all().entries
-        except Exception:  # the GCS does not answer
-            return False
+        except Exception:
+            return None
         waiting = [each for each in entries if each.in_line and each.id != self._own.id]
-        return not any(self._others.is_alive(each) for each in waiting)
+        return [each for each in waiting if self._others.is_alive(each)]
 
     def note_size(self, held: Mapping[str, int], spare: Sequence[str]) -> None:
         # Before the request is forgotten: another driver would repeat it.
@@ -213,17 +237,20 @@ class QueuedTurn(Turn):
     def _look(self) -> Verdict:
         """Return whether this run may be placed now, and if not, why.
 
-        Stopped: a person has cancelled it, or it does not wait again.
+        Stopped: a person has cancelled it, or it does not wait again. LaunchError: it has waited
+        too long for room that no run in the queue holds.
         """
         try:
             verdict = self._verdict()
         except RaydistError:
             raise
         except Exception:  # whatever Ray raises while the GCS restarts, or its machine is busy
-            if time.monotonic() - self._answered > GCS_S:
+            if self._limits.gcs_is_gone():
                 raise
             return Verdict(False, "Ray's GCS does not answer")
-        self._answered = time.monotonic()
+        self._limits.note(verdict)
+        if verdict.outside != self._own.outside:
+            self._change(outside=verdict.outside)
         return verdict
 
     def _verdict(self) -> Verdict:
@@ -299,22 +326,6 @@ class QueuedTurn(Turn):
             store.put_entry(entry)
 
 
-def first_entry(job: Job, request: ResourceRequest) -> Entry:
-    """Return the entry with which a run enters the queue."""
-    return Entry(
-        id=f"{ray_job()}/{uuid.uuid4().hex[:8]}",
-        name=job.name,
-        folder=job.dir,
-        owner=owner(),
-        priority=priority_of(job.queue.priority),
-        since=time.time(),
-        exempt_s=job.queue.exempt_s,
-        yields=job.queue.killable if job.script else job.backend.name != "mpi",
-        demand=Demand.of(request),
-        limit_s=seconds_of("queue.limit", job.queue.limit) if job.queue.limit else 0.0,
-    )
-
-
 def for_whom(entry: Entry, why: str = "") -> str:
     """Return for which run others make way, for a person. `why`: why just this one does."""
     return f"{entry.name} of {entry.owner}" + (f" ({why})" if why else "")
@@ -337,7 +348,10 @@ def turn_of(job: Job, events: Events) -> Turn:
 
     A Ray that this process started serves only its own runs, so it has no queue.
     """
-    if not job.queue.enabled or connect.is_local_ray():
+    wanted = job.queue.enabled
+    if wanted is None:
+        wanted = not outer_queue(os.environ) and ray_private.has_store()
+    if not wanted or connect.is_local_ray():
         return Turn()
     turn = QueuedTurn(job, events)
     events.add_reader(turn.note_event)
@@ -352,19 +366,3 @@ def seen_cluster(job: Job) -> Cluster:
     chosen, kinds_of_node = select_nodes(nodes, types, job.scale.labels)
     coming = still_to_come(kinds_of_node, chosen)
     return Cluster(nodes, [(kind.resources, number) for kind, number in coming])
-
-
-def ray_job() -> str:
-    """Return Ray's id of the job of this process."""
-    import ray
-
-    return str(ray.get_runtime_context().get_job_id())
-
-
-def owner() -> str:
-    """Return `user@host` of this process."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a uid without a password entry
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -119,6 +120,59 @@ def test_the_autoscaler_sees_the_first_run_alone() -> None:
         assert [verdicts[id].start for id in ("a/0", "b/0")] == [True, False]
     too_few = order_runs(line, Cluster([node(1, 0)], [({"GPU": 8.0}, 1)]), {}, NOW)
     assert not too_few["a/0"].start
+
+
+def outside(entry: Entry) -> Entry:
+    """Return the run in line as one that has said that it lacks room outside of the queue."""
+    return replace(entry, outside=True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "coming", "expected"),
+    [
+        pytest.param(
+            [waits("a", 2), waits("b", since=1)], (), "a: may_try outside, b:", id="others"
+        ),
+        pytest.param(
+            [outside(waits("a", 2)), waits("b", since=1)],
+            (),
+            "a: may_try outside, b: start may_try",
+            id="it holds nobody back",
+        ),
+        pytest.param(
+            [outside(waits("a", 2)), outside(waits("b", 3, since=1)), waits("c", since=2)],
+            (),
+            "a: may_try outside, b: outside, c: start may_try",
+            id="only the first of them asks Ray",
+        ),
+        pytest.param([runs("r", 2), waits("a", 2)], (), "a:", id="a run in the queue"),
+        pytest.param(
+            [runs("r", 2), outside(waits("a", 2)), waits("b", since=1)],
+            (),
+            "a:, b:",
+            id="outside only a moment ago",
+        ),
+        pytest.param([runs("r", 2), waits("a", 3)], (), "a: may_try outside", id="too few nodes"),
+        pytest.param(
+            [replace(waits("p"), state=PLACING, priority=1), waits("a", 2)],
+            (),
+            "p: start may_try, a:",
+            id="another run is being placed",
+        ),
+        pytest.param([waits("a", 2)], 1, "a: start may_try outside", id="nodes may come"),
+        pytest.param([runs("r", 2), waits("a", 2)], 1, "a: start may_try", id="either will do"),
+        pytest.param([runs("r", 2), waits("a", 3)], 1, "a:", id="both are needed"),
+    ],
+)
+def test_room_outside_the_queue(entries: list[Entry], coming: Any, expected: str) -> None:
+    types = [({"GPU": 8.0}, coming)] if coming else ()
+    found = order_runs(entries, Cluster([node(1, 8), node(2, 0)], types), {}, NOW)
+    flags = ("start", "may_try", "outside")
+    said = {
+        id: " ".join(["", *(each for each in flags if getattr(verdict, each))])
+        for id, verdict in found.items()
+    }
+    assert ", ".join(f"{id.partition('/')[0]}:{text}" for id, text in said.items()) == expected
 
 
 FULL = [node(1, 0), node(2, 0), node(3, 0)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raydist.cluster.queue import others, store, turn
+from raydist.cluster import ray_private
+from raydist.cluster.queue import others, store, turn, wait_limits
 from raydist.cluster.queue.entry import Entry, WayRequest
-from raydist.cluster.queue.order import Cluster
+from raydist.cluster.queue.order import Cluster, Verdict
+from raydist.cluster.queue.outer import KUBERAY_TAGS, outer_queue
 from raydist.settings.config import Job, Queue
+from raydist.shared.errors import LaunchError
+from raydist.shared.events import Events
 from tests.cluster.queue.test_order import NOW, node, runs, waits
 
 
@@ -29,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (turn, others):
+    for module in (turn, others, wait_limits):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([node(1, 0), node(2, 0)]))
     return clock
@@ -88,3 +93,51 @@ def test_room_just_given_back_is_waited_for(
     assert own._look().asks == {}
     clock.now += others.FREED_S
     assert own._look().asks.keys() == {"other/0"}
+
+
+def test_the_wait_for_room_outside_the_queue_has_a_limit(clock: Clock) -> None:
+    limits = wait_limits.WaitLimits(600.0)
+    others_hold, outside = Verdict(False, "held by a"), Verdict(False, "too few", outside=True)
+    for verdict, looks in (  # one each second
+        (others_hold, 1000),
+        (outside, 500),
+        (others_hold, 5),  # the limit begins again
+        (outside, 500),
+        (others_hold, 2),  # for a moment room was counted twice
+        (outside, 99),
+    ):
+        for _ in range(looks):
+            limits.note(verdict)
+            clock.now += 1
+    with pytest.raises(LaunchError, match=r"^gave up after 600 s \(scale.wait_s\): too few$"):
+        limits.note(outside)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "7"}, "Slurm"),
+        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayJob"}, "RayJob"),
+        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayCluster"}, ""),
+        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayJob;team=a"}, "RayJob"),
+    ],
+)
+@pytest.mark.parametrize("wanted", [None, True, False])
+def test_the_outer_queue_rules_unless_ours_is_typed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    environ: dict[str, str],
+    expected: str,
+    wanted: bool | None,
+) -> None:
+    assert outer_queue(environ) == expected
+    for name in ("SLURM_JOB_ID", KUBERAY_TAGS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ray_private, "has_store", lambda: True)
+    with Events(tmp_path / "events.jsonl") as events:
+        found = turn.turn_of(Job(queue=Queue(enabled=wanted)), events)
+    queued = not expected if wanted is None else wanted
+    assert isinstance(found, turn.QueuedTurn) == queued
