@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raydist.shared import kinds
     from raydist.shared.errors import ConfigError as ConfigError
     from raydist.shared.errors import LaunchError as LaunchError
+    from raydist.shared.errors import NonFiniteError as NonFiniteError
     from raydist.shared.errors import RaydistError as RaydistError
     from raydist.shared.errors import RunFailed as RunFailed
     from raydist.shared.errors import Stopped as Stopped
@@ -42,6 +43,7 @@ _HOME = {
     "ConfigError": "shared.errors",
     "Job": "settings.config",
     "LaunchError": "shared.errors",
+    "NonFiniteError": "shared.errors",
     "RaydistError": "shared.errors",
     "Result": "reporting.result",
     "Run": "background",

@@ -58,7 +58,14 @@ GROUPS = {
         "process_set",
     ),
     "Keep a state": ("checkpoint", "sharded"),
-    "Errors": ("RaydistError", "ConfigError", "LaunchError", "RunFailed", "Stopped"),
+    "Errors": (
+        "RaydistError",
+        "ConfigError",
+        "NonFiniteError",
+        "LaunchError",
+        "RunFailed",
+        "Stopped",
+    ),
 }
 Node = ast.FunctionDef | ast.ClassDef
 

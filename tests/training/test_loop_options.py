@@ -69,7 +69,7 @@ class Trained:
                 loss=F.cross_entropy,
                 metrics=measured,
             )
-        except raydist.RaydistError as error:
+        except raydist.NonFiniteError as error:
             self.error = str(error)
         parts = [each.detach() for each in net.parameters()]
         whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in parts]
