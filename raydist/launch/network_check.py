@@ -17,8 +17,8 @@ from raydist.node.peers import patience
 from raydist.shared.errors import LaunchError
 
 CALL_S = 10.0
-"""Limit on a connection, and again on the packets that it carries. The kernel accepts a connection,
-and no busy machine delays that."""
+"""Limit on a connection, and again on the long packets that it carries. The kernel accepts a
+connection, and no busy machine delays that."""
 SKEW_S = 60.0
 """Difference of two clocks above which each run warns: clocks without NTP drift by seconds a day,
 and only minutes have consequences beyond logs. The doctor reports half a second: a person has asked
@@ -51,6 +51,9 @@ def check_network(group: WorkerGroup, warn: Callable[[str], None]) -> None:
         for other, trip in zip(others, trips, strict=False):
             if is_blocked(trip):
                 raise LaunchError(blocked_text(group, caller, leads[other], peers[other], trip))
+            if trip.kind != "fine":
+                path = f"{caller.node.host} -> {leads[other].node.host} ({peers[other].address})"
+                warn(f"{path}: {trip.words}; the ranks start all the same")
     for lead, (to_first, *_) in zip(leads[1:], answers[1:], strict=True):
         if abs(to_first.ahead_s) > SKEW_S + to_first.rtt_s:
             found = clock_finding(

@@ -113,7 +113,7 @@ class AgentServer:
     """The data of each key is the function that handles what can be read there."""
 
     def serve(self) -> None:
-        """Handle messages until `serving` is False, or there has been no agent for `idle_s`."""
+        """Handle messages until `serving` is False, or nobody has wanted the server for a while."""
         wake, wake_end = os.pipe()
         os.set_blocking(wake_end, False)
         signal.set_wakeup_fd(wake_end)
@@ -122,7 +122,7 @@ class AgentServer:
         self.watch(wake, lambda: os.read(wake, 512))
         while True:
             addresses = None if self.children else self.huge_page_addresses
-            ready = self.selector.select(0 if addresses else self.idle_s)
+            ready = self.selector.select(0 if addresses else self.idle_limit())
             if not ready and addresses:
                 if address := next(addresses, None):
                     huge_pages.collapse(address)
@@ -140,6 +140,10 @@ class AgentServer:
                 if not self.serving:
                     return
             self.reap()
+
+    def idle_limit(self) -> float | None:
+        """Return the seconds without an agent after which the server ends; None: never."""
+        return self.idle_s
 
     def watch(self, source: int | socket.socket, handle: Callable[[], object]) -> None:
         self.selector.register(source, selectors.EVENT_READ, handle)

@@ -54,6 +54,9 @@ from raydist.node.left_folders import lock_folder
 from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
 
 PR_SET_CHILD_SUBREAPER = 36
+CLAIMED_S = 300.0
+"""Seconds for which a kept server waits for the agents of the process that has claimed it, if it is
+to stay for less without a claim: their actors may take long to start."""
 
 
 @dataclass
@@ -90,6 +93,10 @@ class Server(AgentServer):
                 send_message(agent, self.warm_up(modules, agent), number)
             case _:
                 super().answer(agent, message, fds, number)
+
+    def idle_limit(self) -> float | None:
+        claimed = self.keep and self.lifeline >= 0
+        return max(self.idle_s, CLAIMED_S) if claimed and self.idle_s else self.idle_s
 
     def claim(self, claimant: socket.socket, fds: list[int]) -> None:
         """Adopt the descriptor as the lifeline, if the server is free and its imports are current.

@@ -90,8 +90,12 @@ def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[
     would inherit the same from it; else one that stays on the node; else a new one in `folder`.
     """
     warm_server, own = request.warm_server, None
-    if warm_server is not None and warm_server.heritage == heritage():
-        place = Path(warm_server.folder)
+    if (
+        warm_server is not None
+        and warm_server.heritage == heritage()
+        and (there := Path(warm_server.folder)).exists()  # it may have ended since
+    ):
+        place = there
     elif request.start == "fork" and (own := obtain(request.threads, request.env, request.keep_s)):
         place = own.folder
     else:

@@ -124,6 +124,15 @@ def test_it_ends_by_itself_when_nobody_claims_it(place: Path) -> None:
     wait_until(lambda: not server.folder.exists())
 
 
+def test_one_to_be_kept_for_a_moment_waits_for_the_agents_of_its_owner(place: Path) -> None:
+    server = obtain(keep_s=0.2)
+    pid = known(server).pid
+    time.sleep(1)
+    assert server.alive()
+    server.end()
+    assert ended(pid)
+
+
 def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], env={**os.environ, "TMPDIR": str(place)}, stdout=-1
@@ -543,10 +552,15 @@ def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(
     place: Path,
 ) -> None:
     mine = obtain()
-    for name, inherited in {"equal": heritage(), "other": ("another limit",)}.items():
+    servers = {
+        "equal": (mine.folder, heritage()),
+        "other": (mine.folder, ("another limit",)),
+        "ended": (place / "ended", heritage()),
+    }
+    for name, (warm, inherited) in servers.items():
         request = Open(
             run="r", start="fork", modules=("json", "mine"), env={}, interface=None, threads=1, mpirun="auto",
-            secret="", installed=("json",), warm_server=WarmServer(str(mine.folder), inherited),
+            secret="", installed=("json",), warm_server=WarmServer(str(warm), inherited),
         )  # fmt: skip
         own, folder, modules = kept_server.choose(request, place / name)
         assert (own is None, modules) == (

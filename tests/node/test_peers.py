@@ -48,11 +48,15 @@ def with_listener(
 
 
 @contextmanager
-def odd_server(answers: Sequence[bytes]) -> Iterator[Peer]:
-    """A server that gives one of these answers to each thing it hears, and then stays silent."""
+def odd_server(answers: Sequence[bytes], late_s: float = 0.0) -> Iterator[Peer]:
+    """A server that gives one of these answers to each thing it hears, and then stays silent.
+
+    It begins `late_s` seconds after it has accepted the connection.
+    """
 
     def serve(server: socket.socket) -> None:
         with server, server.accept()[0] as line:
+            time.sleep(late_s)
             for one in answers:
                 line.recv(1 << 16)
                 line.sendall(one)
@@ -172,9 +176,15 @@ def test_a_path_that_drops_long_packets_is_stalled() -> None:
     assert (trip.kind, trip.words) == ("stalled", "64 KiB did not come back within 0.5 s")
     assert trip.rtt_s > 0
     with odd_server(short[:1]) as peer:
-        assert asyncio.run(call_peer(peer, SECRET, 0.5)) == Trip(
-            "silent", "connected, then no answer within 0.5 s"
+        assert asyncio.run(call_peer(peer, SECRET, 0.2)) == Trip(
+            "silent", "connected, then no answer within 0.6 s"
         )
+
+
+def test_a_busy_peer_may_answer_late_and_drops_long_packets_all_the_same() -> None:
+    short = [reply(SECRET)] * peers.PINGS
+    with odd_server(short, late_s=0.8) as peer:
+        assert asyncio.run(call_peer(peer, SECRET, 0.5)).kind == "stalled"
 
 
 def test_a_wrong_reply_is_not_a_peers() -> None:
@@ -269,6 +279,6 @@ def test_200_nodes_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_patience_grows_with_the_nodes_that_may_all_be_silent() -> None:
-    assert peers.patience(1, 3) < peers.patience(200, 3) < 120
-    silent_s = 3 * -(-199 // peers.CONCURRENT)
+    assert peers.patience(1, 3) < peers.patience(200, 3) < 150
+    silent_s = (peers.BUSY + 1) * 3 * -(-199 // peers.CONCURRENT)
     assert peers.patience(200, 3) > silent_s

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,7 +294,12 @@ def train(pair: Rig, *words: str, code: int = 0) -> tuple[str, str, Path]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     command = ["python", "-m", "raydist.train", "scale=2x1", "job=synthetic", "train.steps=5"]
-    done = first.run([*command, *words], cwd=folder, check=False, timeout=200)
+    try:
+        done = first.run([*command, *words], cwd=folder, check=False, timeout=200)
+    except subprocess.TimeoutExpired:
+        for events in folder.glob("runs/*/*/events.jsonl"):
+            print(events.read_text())  # pytest shows it: how far the run came
+        raise
     screen = done.stdout + done.stderr
     assert done.returncode == code, screen
     (run,) = folder.glob("runs/*/*")
@@ -325,6 +331,24 @@ def test_a_firewall_that_drops_is_named_before_a_rank_starts(pair: Rig) -> None:
     way = rf"\({first.address('ib0')}\) -> .*\({second.address('ib0')}\)"
     assert re.search(rf"^error: .*{way}: no answer within 10 s: a firewall", error), screen
     assert not rank_started(run)
+
+
+@pytest.mark.ray
+@pytest.mark.skipif(not shutil.which("nft"), reason="apt-get install nftables")
+def test_a_node_that_accepts_and_does_not_answer_is_named(pair: Rig) -> None:
+    second = pair.hosts[1]
+    # A firewall that passes connections and no data looks like a node that is too busy.
+    rule = "iifname ib0 tcp flags & psh == psh drop"
+    second.run(
+        ["nft", f"table inet f {{ chain i {{ type filter hook input priority 0; {rule}; }}; }}"]
+    )
+    try:
+        screen, _, run = train(pair, "fabric.interface=ib0", "backend.timeout_s=10", code=1)
+    finally:
+        second.run(["nft", "delete table inet f"])
+    way = rf"node.* -> node.* \({second.address('ib0')}\)"
+    assert re.search(rf"{way}: connected, then no answer within 30 s; the ranks start", screen)
+    assert rank_started(run)
 
 
 @pytest.mark.ray
