@@ -20,6 +20,8 @@ of it.
     gpt.py                A language model of 1 M to 8 B parameters
     heads.py              The attention heads of a model, which the ranks of a tp group must divide
                           evenly
+    hooks.py              The functions of a job that raydist.fit calls by name, and the check that
+                          it can
     loop.py               The training loop: epochs, evaluation, checkpoints, resume, reports
     memory.py             The most bytes that the training of a model takes on a rank, by their use
     meta.py               Creates the values of a model on meta: the same whole, by blocks, or in a

@@ -43,11 +43,11 @@ def evaluate(
     that have more. On return each module is in its previous mode.
     """
     total = torch.zeros(2, len(metrics), dtype=torch.float64, device=device)
-    own = any(map(own_loss, metrics.values()))
+    own = next(filter(None, map(own_loss, metrics.values())), None)
     with in_mode(model, False), torch.no_grad():
         for number, batch in enumerate(batches):
             call = model_call(batch, own)
-            output = model(*call.inputs, **call.named)
+            output = call.output(model)
             # No samples of this rank, or another stage of the pipeline has the output.
             if number >= counted or output is None:
                 continue

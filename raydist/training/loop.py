@@ -24,7 +24,8 @@ from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
 from raydist.training.evaluation import Metric
-from raydist.training.model_call import loss_of_model
+from raydist.training.hooks import Hook, Hooks, check_call
+from raydist.training.model_call import OwnLoss, TrainStep
 from raydist.training.outlive import outlive
 from raydist.training.rank_model import RankModel
 from raydist.training.step import Loss, StepFigures, Stepper
@@ -45,6 +46,9 @@ def fit(
     metrics: Mapping[str, Metric] | None = None,
     model: torch.nn.Module | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    train_step: TrainStep | None = None,
+    on_step: Hook | None = None,
+    on_evaluate: Hook | None = None,
 ) -> dict[str, float]:
     """Train a model as the settings say; return its last loss and metrics, over all ranks.
 
@@ -68,6 +72,17 @@ def fit(
       `model(**batch)` if that is a dict, else as `model(*batch)`. What it returns is the loss, or
       has it as `.loss` or `["loss"]`, or is a tuple with one tensor of shape []. Metrics then get
       (output, batch).
+    - `train_step`: `(model, batch)` -> what such a model returns. It takes the place of `loss`: it
+      calls the model, once or several times, and computes the loss, the mean over the batch.
+      `batch` is what `collate` returns, on the rank's device. `model` is the model as it is divided
+      or wrapped: call no other. It gets the batches of `test` too, in evaluation mode and without
+      gradients, and after a restart perhaps the first batch once more, without an update.
+    - `on_step`: `(step, values)`, called on every rank after each optimizer step, before its state
+      is kept. `step`: steps done, from 1. `values`: what is reported of the step, see below;
+      `loss` and `grad_norm` are tensors of shape [] on the rank's device, the same on all ranks,
+      and a GPU is waited for by whoever reads them (`.item()`).
+    - `on_evaluate`: `(step, values)`, called on every rank after each evaluation. `values`:
+      `test_loss` and each metric, floats, the same on all ranks.
     - `test`: a map-style Dataset like `train`. Over all ranks each sample is evaluated once, in
       batches of at most B; `target` must have a length. None: no evaluation.
     - `metrics`: name -> `(output, target)` -> a tensor of shape [B] with one value per sample, or
@@ -76,6 +91,11 @@ def fit(
     Returns a dict of floats. `loss`: the training loss of the last optimizer step, the mean over
     the samples of all ranks; if no step was left to do, that of the checkpoint. With `test` also
     `test_loss` and each metric: means over all test samples. All of them are equal on all ranks.
+
+    Hooks (`on_step`, `on_evaluate`) may use collectives, on all ranks alike, and change the model;
+    they must not draw random numbers, because the training would get others. They are called again
+    for a step or an evaluation that a restart repeats. What a hook keeps for itself is not in
+    checkpoints. What it raises ends the attempt, as an error of the model does.
 
     After each optimizer step it reports `loss` (the mean over the samples of all ranks), `lr`,
     `steps` (optimizer steps in all), `epoch` (from 1), `epochs`, `samples` (training samples used
@@ -90,10 +110,11 @@ def fit(
     ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test`
     is not a map-style Dataset; the samples do not fill one optimizer step; the global batch cannot
     be divided among the ranks; `checkpoint.best` names an unknown metric; `model=` names no model;
-    the checkpoint does not fit the model; there is no `loss`, but a pipeline. RaydistError: called
-    outside a run, the ranks found different checkpoints, or there is no `loss` and the model
-    returns none; NonFiniteError, a class of it: `train.nan=end` ends the training. What
-    `model`, `loss`, a metric or a data set raises is passed on.
+    the checkpoint does not fit the model; there is no `loss`, but a pipeline; `train_step` or a
+    hook cannot be called like this, or there is `loss` beside `train_step`. RaydistError: called
+    outside a run, the ranks found different checkpoints, or there is no `loss` and the model or
+    `train_step` returns none; NonFiniteError, a class of it: `train.nan=end` ends the training.
+    What `model`, `loss`, `train_step`, a hook, a metric or a data set raises is passed on.
     """
     current = context.current()
     if current.comm is None:
@@ -101,18 +122,18 @@ def fit(
             "raydist.fit was called outside a run: end the file with raydist.main(job) and run "
             "the file"
         )
+    hooks = Hooks(on_step, on_evaluate)
+    hooks.check()
     with current.next_fit():
         comm, me = cast("Comm", current.comm), current.rank
         if comm.sharded:  # the job may have passed fit other settings than those of the run
             comm = replace(cast("Any", comm), job=config)
         waits = DataWait(comm, me.device, config.data.workers)
         shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
+        used_loss = chosen_loss(loss, train_step, shape.pp)
         rank, ranks = shape.data_rank(me.rank), shape.data
         order, batches = sources.ordered(train, config, rank, ranks, collate, waits.add)
-        if loss is None:
-            check_stages(shape.pp)
         module = model if model is not None else models.build_model(config.model)
-        used_loss: Loss = loss or loss_of_model
         if config.train.loss_per == "token":
             used_loss = TokenLoss.of(used_loss, module)
         measured = {"test_loss": used_loss, **(metrics or {})} if test is not None else {}
@@ -132,7 +153,7 @@ def fit(
             trained = RankModel(config, module, comm, me.device, rate)
             state = begin_or_resume(config, trained, used_loss, order, batches, checkpointer)
             try:
-                return Training(state, batches, tests, checkpointer, waits).run()
+                return Training(state, batches, tests, checkpointer, waits, hooks).run()
             finally:
                 # The job may change the model now. What a broken GPU raises here is known already.
                 with suppress(RuntimeError):
@@ -141,11 +162,21 @@ def fit(
         return outlive(comm, order, module, train_on)
 
 
-def check_stages(stages: int) -> None:
-    """Raise ConfigError if a model that computes its own loss is to be cut into stages."""
-    if stages > 1:
+def chosen_loss(loss: Loss | None, train_step: TrainStep | None, stages: int) -> Loss:
+    """Return the loss of the job, or that of `train_step` or of the model.
+
+    ConfigError: the latter two need the whole model, and it is to be cut into stages; `train_step`
+    does not take a model and a batch; the job gives both.
+    """
+    check_call("train_step", train_step, "model", "batch")
+    if loss is not None and train_step is not None:
+        raise ConfigError("train_step= computes the loss: give raydist.fit no loss= beside it")
+    if stages > 1 and loss is None:
         cause = "only the last stage has the output, and fit has no loss= to call there"
+        if train_step is not None:
+            cause = "train_step= calls the whole model, and each rank has one stage of it"
         raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1")
+    return loss or OwnLoss(train_step)
 
 
 def check_best(best: str | None, metrics: Collection[str]) -> None:
@@ -208,12 +239,14 @@ class Training:
         tests: TestSet | None,
         checkpointer: Checkpointer,
         waits: DataWait,
+        hooks: Hooks,
     ) -> None:
         self.state = state
         self.batches = batches
         self.tests = tests
         self.checkpointer = checkpointer
         self.waits = waits
+        self.hooks = hooks
         self.reporter = MetricReporter(state.stepper.model.device)
         self.seconds = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
         self.results: dict[str, float] = {}
@@ -368,22 +401,22 @@ class Training:
 
     def _report(self, figures: StepFigures, rate: float) -> None:
         """Report the step that has these figures and was made with this learning rate."""
-        progress = self.state.progress
+        progress, order = self.state.progress, self.state.order
         known = {"loss": figures.loss}
         # train.nan needs the norm too, but does not report it.
         wanted = self.job.train.clip is not None or self.job.train.grad_norm
         if wanted and figures.norm is not None:
             known["grad_norm"] = figures.norm
-        self.reporter.step(
-            progress.step,
-            known,
-            self.state.order.next_hash(),
-            steps=progress.steps,
-            epoch=self.state.order.epoch + 1,
-            epochs=progress.epochs,
-            samples=progress.samples,
-            lr=rate,
-        )
+        facts = {
+            "steps": progress.steps,
+            "epoch": order.epoch + 1,
+            "epochs": progress.epochs,
+            "samples": progress.samples,
+            "lr": rate,
+        }
+        self.reporter.step(progress.step, known, order.next_hash(), **facts)
+        if self.hooks.on_step is not None:
+            self.hooks.on_step(progress.step, {**known, **facts})
 
     def _finish_steps(self) -> None:
         """Report all steps, and wait for those that the GPU has not finished: a part of their time.
@@ -415,6 +448,8 @@ class Training:
         self.evaluated_step = step
         if context.rank().rank == 0:
             context.report(step=step, **self.results)
+        if self.hooks.on_evaluate is not None:
+            self.hooks.on_evaluate(step, dict(self.results))
 
     def _save(self) -> None:
         """Save a checkpoint of the current step, unless it has been saved already."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from raydist.shared.errors import RaydistError
+
+TrainStep = Callable[[torch.nn.Module, Any], Any]
+"""(model, batch) -> the loss, or an output that has it."""
 
 
 class ModelCall(NamedTuple):
@@ -19,6 +23,14 @@ class ModelCall(NamedTuple):
     target: Any
     """What loss and metrics get beside the output; the whole batch if the model computes its own
     loss."""
+    train_step: TrainStep | None = None
+    """What calls the model instead."""
+
+    def output(self, model: torch.nn.Module) -> Any:
+        """Call the model."""
+        if self.train_step is not None:
+            return self.train_step(model, self.target)
+        return model(*self.inputs, **self.named)
 
     @property
     def samples(self) -> int:
@@ -29,39 +41,51 @@ class ModelCall(NamedTuple):
         return len(next(first, self.target))
 
 
-def model_call(batch: Any, own_loss: bool) -> ModelCall:
+@dataclass(frozen=True)
+class OwnLoss:
+    """The loss that a model, or a job's `train_step` with it, computes of a whole batch.
+
+    The output is the loss, has it under the name `loss`, or is a tuple with one tensor of shape [].
+    """
+
+    train_step: TrainStep | None = None
+
+    def __call__(self, output: Any, batch: Any) -> torch.Tensor:
+        """Return the loss in an output, a tensor of shape []. RaydistError: it has none."""
+        named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        found = [named if named is not None else output]
+        if named is None and isinstance(output, list | tuple):
+            found = [each for each in output if isinstance(each, torch.Tensor) and each.dim() == 0]
+        if len(found) == 1 and isinstance(found[0], torch.Tensor) and found[0].dim() == 0:
+            return found[0]
+        what = "a tensor of shape [] or an output with .loss"
+        if self.train_step is not None:
+            raise RaydistError(
+                f"train_step must return the loss, {what}, but it returned {_kind(output)}"
+            )
+        names = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise RaydistError(
+            f"without loss= the model must return its loss, {what}, but called{names} it returned "
+            f"{_kind(output)}: give fit a loss, or the batches what the model needs for its loss, "
+            "such as labels"
+        )
+
+
+def model_call(batch: Any, own: OwnLoss | None) -> ModelCall:
     """Return the call of a model with a batch.
 
-    A batch is (input, …, target), or a dict of columns in that order. `own_loss`: the model gets
-    all of it, a dict as keyword arguments, and computes its loss.
+    A batch is (input, …, target), or a dict of columns in that order. `own`: the model gets all of
+    it, a dict as keyword arguments, and computes its loss; or `train_step` gets model and batch.
     """
-    if not own_loss:
+    if own is None:
         columns = batch.values() if isinstance(batch, Mapping) else batch
         *inputs, target = columns
         return ModelCall(inputs, {}, target)
+    if own.train_step is not None:
+        return ModelCall((), {}, batch, own.train_step)
     if isinstance(batch, Mapping):
         return ModelCall((), batch, batch)
     return ModelCall((batch,) if isinstance(batch, torch.Tensor) else batch, {}, batch)
-
-
-def loss_of_model(output: Any, batch: Any) -> torch.Tensor:
-    """Return the loss in the output of a model that computes its own: a tensor of shape [].
-
-    The output is the loss, has it under the name `loss`, or is a tuple with one tensor of shape [].
-    RaydistError: it has none.
-    """
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    found = [named if named is not None else output]
-    if named is None and isinstance(output, list | tuple):
-        found = [each for each in output if isinstance(each, torch.Tensor) and each.dim() == 0]
-    if len(found) == 1 and isinstance(found[0], torch.Tensor) and found[0].dim() == 0:
-        return found[0]
-    names = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-    raise RaydistError(
-        f"without loss= the model must return its loss, a tensor of shape [] or an output with "
-        f".loss, but called{names} it returned {_kind(output)}: give fit a loss, or the batches "
-        "what the model needs for its loss, such as labels"
-    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

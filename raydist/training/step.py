@@ -143,7 +143,7 @@ class Stepper:
             return self.model.pipeline.step(call.inputs, call.target, weighed)
         context.phase("forward")
         with self.model.cast:
-            output = self.model.wrapped(*call.inputs, **call.named)
+            output = call.output(self.model.wrapped)
             return self._weighed(output, call.target, share)
 
     def _weighed(self, output: Any, target: Any, share: float | torch.Tensor) -> torch.Tensor:

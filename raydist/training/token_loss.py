@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raydist.shared.errors import ConfigError
-from raydist.training.model_call import loss_of_model
+from raydist.training.model_call import OwnLoss
 
 IGNORED = -100
 """The target that the losses of torch and transformers leave out of their mean."""
@@ -30,7 +30,7 @@ class TokenLoss:
 
     @classmethod
     def of(cls, loss: Callable[[Any, Any], torch.Tensor], model: torch.nn.Module) -> TokenLoss:
-        """Return the loss of a model by target. `loss`: loss_of_model, or that of the job."""
+        """Return the loss of a model by target. `loss`: an OwnLoss, or that of the job."""
         # The decoder of a model with an encoder gets its inputs shifted, and keeps all labels.
         config = getattr(model, "config", None)
         causal = getattr(model, "loss_type", None) == "ForCausalLM"
@@ -46,7 +46,7 @@ class TokenLoss:
         else the last one. ConfigError: it is no tensor.
         """
         shifted = False
-        if self.loss is loss_of_model:
+        if isinstance(self.loss, OwnLoss):
             shifted = self.shifted
             if isinstance(target, Mapping):
                 shifted = shifted and "shift_labels" not in target
@@ -68,6 +68,7 @@ class TokenLoss:
         return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
 
 
-def own_loss(loss: Any) -> bool:
-    """Report whether this is the loss that the model computes."""
-    return (loss.loss if isinstance(loss, TokenLoss) else loss) is loss_of_model
+def own_loss(loss: Any) -> OwnLoss | None:
+    """Return this loss if it is one that the model computes."""
+    inner = loss.loss if isinstance(loss, TokenLoss) else loss
+    return inner if isinstance(inner, OwnLoss) else None

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from raydist.shared.errors import ConfigError
-from raydist.training.model_call import loss_of_model
+from raydist.training.model_call import OwnLoss
 from raydist.training.token_loss import TokenLoss
 
 LABELS = torch.tensor([[1, 2, -100, -100], [3, 0, 7, -100]])
@@ -29,13 +29,13 @@ TRANSLATOR = model(loss_type="ForCausalLM", config=model(is_encoder_decoder=True
     ("loss", "of", "target", "wanted"),
     [
         (F.cross_entropy, CAUSAL, LABELS, 5),  # the job's own loss has shifted them
-        (loss_of_model, model(), {"labels": LABELS, "tokens": TOKENS}, 5),
-        (loss_of_model, model(), {"tokens": TOKENS, "following": LABELS}, 5),
-        (loss_of_model, model(), [TOKENS, LABELS], 5),
-        (loss_of_model, model(), LABELS, 5),
-        (loss_of_model, CAUSAL, {"input_ids": TOKENS, "labels": LABELS}, 3),
-        (loss_of_model, CAUSAL, {"labels": TOKENS, "shift_labels": LABELS}, 5),
-        (loss_of_model, TRANSLATOR, {"input_ids": TOKENS, "labels": LABELS}, 5),
+        (OwnLoss(), model(), {"labels": LABELS, "tokens": TOKENS}, 5),
+        (OwnLoss(), model(), {"tokens": TOKENS, "following": LABELS}, 5),
+        (OwnLoss(), model(), [TOKENS, LABELS], 5),
+        (OwnLoss(), model(), LABELS, 5),
+        (OwnLoss(), CAUSAL, {"input_ids": TOKENS, "labels": LABELS}, 3),
+        (OwnLoss(), CAUSAL, {"labels": TOKENS, "shift_labels": LABELS}, 5),
+        (OwnLoss(), TRANSLATOR, {"input_ids": TOKENS, "labels": LABELS}, 5),
     ],
 )
 def test_what_is_counted(loss: Any, of: Any, target: Any, wanted: int) -> None:
