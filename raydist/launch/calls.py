@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -19,20 +19,30 @@ from raydist.shared.errors import (
 )
 
 Reply = TypeVar("Reply")
+LATE_S = 30.0
+"""Seconds after which a person is told which agent has not answered yet."""
 
 
 def call_each(
-    call: Transport, slots: Sequence[Slot], requests: Sequence[Request[Reply]], limit_s: float
+    call: Transport,
+    slots: Sequence[Slot],
+    requests: Sequence[Request[Reply]],
+    limit_s: float,
+    on_late: Callable[[str], None],
 ) -> list[Reply]:
     """Send one request to the agent of each slot, and return the replies in order.
 
-    All requests are sent at once. Raises LaunchError, with the first rank whose agent failed or did
-    not reply within `limit_s` seconds; its `lost` are the ranks whose calls failed. Hundreds of
-    ranks get a little more time.
+    All requests are sent at once. `on_late`: is told once which agents have not answered after
+    LATE_S. Raises LaunchError, with the first rank whose agent failed or did not reply within
+    `limit_s` seconds; its `lost` are the ranks whose calls failed. Hundreds of ranks get a little
+    more time.
     """
     futures = [call(slot.rank, request) for slot, request in zip(slots, requests, strict=True)]
     within = longest(limit_s, len(futures))
-    wait(futures, timeout=within, return_when="FIRST_EXCEPTION")
+    done, late = wait(futures, timeout=min(within, LATE_S), return_when="FIRST_EXCEPTION")
+    if late and within > LATE_S and not any(future.exception() for future in done):
+        on_late(no_answer_text(slots, futures, requests[0], LATE_S))
+        wait(futures, timeout=within - LATE_S, return_when="FIRST_EXCEPTION")
     for slot, future in zip(slots, futures, strict=True):
         if future.done() and (error := future.exception()) is not None:
             why = NO_MORE_PROCESSES if is_refusal(error) else last_line(error)
@@ -40,15 +50,21 @@ def call_each(
             if isinstance(error, ConfigError):
                 raise ConfigError(text) from error
             raise LaunchError(text, lost=ranks_without_answer(slots, futures)) from error
-    silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
-    if silent:
-        raise LaunchError(
-            f"{len(silent)} of {len(futures)} agents did not answer "
-            f"{type(requests[0]).__name__} within "
-            f"{within:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} "
-            f"({silent[0].node.ip})"
-        )
+    if not all(future.done() for future in futures):
+        raise LaunchError(no_answer_text(slots, futures, requests[0], within))
     return [future.result() for future in futures]
+
+
+def no_answer_text(
+    slots: Sequence[Slot], futures: Sequence[Future[Any]], request: Request[Any], seconds: float
+) -> str:
+    """Describe which agents have not answered a request for so long."""
+    silent = [slot for slot, future in zip(slots, futures, strict=True) if not future.done()]
+    return (
+        f"{len(silent)} of {len(futures)} agents did not answer {type(request).__name__} within "
+        f"{seconds:.3g} s; the first is rank {silent[0].rank} on {silent[0].node.host} "
+        f"({silent[0].node.ip})"
+    )
 
 
 def ranks_without_answer(slots: Sequence[Slot], futures: Sequence[Future[Any]]) -> tuple[int, ...]:

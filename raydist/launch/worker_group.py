@@ -482,10 +482,16 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     ) -> list[Reply]:
         """Send one request to the agent of each rank, as calls.call_each does.
 
-        `ranks`: None for all.
+        `ranks`: None for all. After half a minute a person is told which agent is late.
         """
         slots = self.plan.slots if ranks is None else [self.plan.slots[rank] for rank in ranks]
-        return calls.call_each(self.call, slots, requests, limit_s)
+        return calls.call_each(
+            self.call,
+            slots,
+            requests,
+            limit_s,
+            lambda text: self._events.add(kinds.Wait(text=text)),
+        )
 
     def __exit__(self, *_: object) -> None:
         standby = self.hosts.standby.close() if self.hosts.standby else []

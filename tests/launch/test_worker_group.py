@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import pytest
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
-from raydist.launch import worker_group
+from raydist.launch import calls, worker_group
 from raydist.launch.inline import LocalHosts
 from raydist.launch.run_storage import RunCheckpoints
 from raydist.launch.standby import StandbyNodes
@@ -250,6 +251,25 @@ def test_agents_that_do_not_answer_are_counted(
         LaunchError, match=r"2 of 4 agents .* Open within 0\.06\d* s.* rank 1 on host1"
     ):
         opened(hosts, events, job)
+
+
+def test_an_agent_that_is_late_is_named_while_the_run_waits_for_it(
+    hosts: FakeHosts, events: Events, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "LATE_S", 0.05)
+
+    def answer_late() -> None:
+        for rank, request, pending in hosts.calls:
+            if rank == 2 and isinstance(request, Open):
+                pending.set_result(hosts.reply(rank, request))
+
+    hosts.replies[Open] = lambda rank, request: (
+        NotImplemented if rank == 2 else hosts.reply(rank, request)
+    )
+    threading.Timer(0.5, answer_late).start()
+    opened(hosts, events, job)
+    (told,) = [event for event in read_events(events.path) if event["kind"] == "wait"]
+    assert "1 of 4 agents did not answer Open within 0.05 s; the first is rank 2" in told["text"]
 
 
 def test_replies_come_in_the_order_of_the_requests(events: Events) -> None:
