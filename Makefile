@@ -7,8 +7,8 @@ CACHE  := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache))
 SUM     = $(firstword $(shell pwd | cksum))
 AWAY   := $(if $(word 2,$(CURDIR)),$(if $(filter 1,$(words $(CACHE))),$(CACHE)/raydist/$(SUM),/tmp/raydist-$(shell id -u)-$(SUM)))
 VENV   ?= $(AWAY:%=%/).venv$(if $(TORCH),-torch-$(TORCH))
-# Three test files run at a time, on two cores: each waits a part of its time. JOBS=0: one after another.
-JOBS   ?= 3
+# Two test files run at a time, on two cores: three take as long. JOBS=0: one after another.
+JOBS   ?= 2
 # What `make test` does before the tests.
 CHECKS ?= lint types
 # A file of versions that replaces a site's constraints, which pip obeys otherwise. No absolute path: pip splits at spaces.

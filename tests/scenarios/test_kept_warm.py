@@ -57,8 +57,11 @@ def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> Non
     (server,) = parents(first)
     # on a busy machine it notices later that the command has ended
     wait_until(lambda: idle_servers(first.tmp) == {server}, "the server waits", 60)
-    second = again(first, *WORDS)
-    assert second.wait() == 0, second.screen
+    for _ in range(3):  # one that does not answer within CLAIM_S on a busy machine is passed over
+        second = again(first, *WORDS)
+        assert second.wait() == 0, second.screen
+        if parents(second) == {server}:
+            break
     assert parents(second) == {server}
     killed = again(first, "script=parent.py", "args=100", "scale=1x2")
     killed.wait_until(lambda: "parent" in killed.screen, "a rank")
