@@ -31,8 +31,9 @@ class Fault:
     """One thing that goes wrong after `step` steps."""
 
     act: str
-    """kill, stop (SIGSTOP), wait (for a file `go` in the working directory), raise, exit, abort, skip (the next step's collectives), fill (the disk
-    of the run folder), damage (the newest checkpoint, and kill)."""
+    """kill, stop (SIGSTOP), wait (for a file `go` in the working directory), raise, lose (raise gloo's
+    error of a lost peer), exit, abort, skip (the next step's collectives), fill (the disk of the run folder), damage (the newest checkpoint, and
+    kill)."""
     rank: int
     step: int
     attempts: tuple[int, ...] = (0,)
@@ -58,6 +59,8 @@ class Fault:
                 wait_until(Path("go").exists, timeout=120)
             case "raise":
                 raise ValueError(f"struck at step {self.step}")
+            case "lose":
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
             case "exit":
                 sys.exit(3)
             case "abort":

@@ -48,7 +48,7 @@ class RankChannel:
         """When the rank began to wait for the next attempt, in seconds since the epoch; 0: it does
         not."""
         self.why_not_parked = ""
-        """Why the rank did not park, when it was last asked to."""
+        """Why the rank can't park, as it said last."""
         self._profile_reply: asyncio.Future[str] | None = None
         """The PrepareProfile request that the rank has not answered yet."""
         self._timeout_replies: deque[asyncio.Future[int]] = deque()
@@ -110,6 +110,8 @@ class RankChannel:
 
     async def park(self, within_s: float) -> str:
         """Ask the rank to wait for the next attempt; return why it does not, empty if it does."""
+        if self.why_not_parked:  # the rank has said so before
+            return self.why_not_parked
         self._park_reply = asyncio.get_running_loop().create_future()
         self.tell(ParkRank())
         try:
@@ -137,6 +139,7 @@ class RankChannel:
             self.activity = message
             self._replied.set()
         elif isinstance(message, ParkReply):
+            self.why_not_parked = message.why_not
             self._note_parking(message.why_not)
         elif isinstance(message, Holding) and self._hold_replies:
             self._note_hold(message)

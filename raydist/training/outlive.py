@@ -30,7 +30,7 @@ def outlive(comm: Comm, order: Order, model: torch.nn.Module, train: Callable[[]
     if in_place is None or not isinstance(comm, DDPComm):
         return train()
     if why := unable(order) or (undivided(comm, model) if comm.sharded else ""):
-        in_place.why_not = why
+        in_place.refuse(why)
         return train()
     blueprint = Blueprint(model) if comm.sharded else None
 

@@ -168,6 +168,15 @@ class InPlace:
         """Note more addresses where ranks listen for each other, in this attempt."""
         self._addresses |= {*addresses}
 
+    def refuse(self, why: str) -> None:
+        """Continue in no other attempt, for this reason.
+
+        The agent learns it now: a rank that loses a peer may fail before it is asked.
+        """
+        with self._lock:
+            self.why_not = why
+        self._reply(ParkReply(why))
+
     def outlive(
         self, train: Callable[[], T], meet_again: Callable[[], None], why_not: Callable[[], str]
     ) -> T:

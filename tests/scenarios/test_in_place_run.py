@@ -282,9 +282,16 @@ class Partly(Blocks):
         self.register_state_dict_post_hook(leave_out_bias)  # type: ignore[no-untyped-call]
 
 
-def test_a_model_that_no_snapshot_has_whole_begins_anew_on_all_ranks() -> None:
+@pytest.mark.parametrize(
+    "struck",
+    [(kill(1, 10),), (Fault("lose", 0, 10), kill(1, 10))],
+    ids=["killed", "others fail first"],
+)
+def test_a_model_that_no_snapshot_has_whole_begins_anew_on_all_ranks(
+    struck: tuple[Fault, ...],
+) -> None:
     words = ("parallel=fsdp", "restart.in_place=auto", "train.steps=20")
-    done = train(*words, struck=(kill(1, 10),), job=divided, made=Partly)
+    done = train(*words, struck=struck, job=divided, made=Partly)
     (back,) = events(done, "restarted")
     assert back["why_not_kept"].endswith("the model's state_dict leaves out last.bias")
     assert "kept" not in back
