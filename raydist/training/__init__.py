@@ -20,6 +20,8 @@ of it.
     gpt.py                A language model of 1 M to 8 B parameters
     heads.py              The attention heads of a model, which the ranks of a tp group must divide
                           evenly
+    held_out.py           The test samples of a rank in batches, of a data set or a stream; each
+                          counts once
     hooks.py              The functions of a job that raydist.fit calls by name, and the check that
                           it can
     loop.py               The training loop: epochs, evaluation, checkpoints, resume, reports

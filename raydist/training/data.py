@@ -286,11 +286,10 @@ def size_of(samples: Any, name: str) -> int:
     ConfigError: the data set has no length or no index.
     """
     if not indexed(samples):
+        others = "(IterableDataset)" if name == "test" else "or a loader (__iter__)"
         raise ConfigError(
             f"{name}={type(samples).__name__} has no length or no index: it must be a map-style "
-            "Dataset "
-            f"(__len__ and "
-            f"__getitem__){'' if name == 'test' else ', or a stream or a loader (__iter__)'}"
+            f"Dataset (__len__ and __getitem__), or a stream {others}"
         )
     return len(samples)
 

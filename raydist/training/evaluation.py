@@ -31,25 +31,24 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def evaluate(
     model: torch.nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[tuple[Any, bool]],
     metrics: Mapping[str, Metric],
     comm: Comm,
     device: torch.device,
-    counted: int,
 ) -> dict[str, float]:
     """Return the mean of each metric over all samples of all ranks.
 
-    `counted`: how many of the batches have samples of this rank; the others exist for the ranks
-    that have more. On return each module is in its previous mode.
+    `batches`: each with whether it has samples of this rank; the others exist for the ranks that
+    have more. On return each module is in its previous mode.
     """
     total = torch.zeros(2, len(metrics), dtype=torch.float64, device=device)
     own = next(filter(None, map(own_loss, metrics.values())), None)
     with in_mode(model, False), torch.no_grad():
-        for number, batch in enumerate(batches):
+        for batch, counts in batches:
             call = model_call(batch, own)
             output = call.output(model)
             # No samples of this rank, or another stage of the pipeline has the output.
-            if number >= counted or output is None:
+            if not counts or output is None:
                 continue
             for index, metric in enumerate(metrics.values()):
                 value = metric(output, call.target).double()

@@ -24,6 +24,7 @@ from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
 from raydist.training.evaluation import Metric
+from raydist.training.held_out import Counted, held_out
 from raydist.training.hooks import Hook, Hooks, check_call
 from raydist.training.model_call import OwnLoss, TrainStep
 from raydist.training.outlive import outlive
@@ -83,8 +84,10 @@ def fit(
       and a GPU is waited for by whoever reads them (`.item()`).
     - `on_evaluate`: `(step, values)`, called on every rank after each evaluation. `values`:
       `test_loss` and each metric, floats, the same on all ranks.
-    - `test`: a map-style Dataset like `train`. Over all ranks each sample is evaluated once, in
-      batches of at most B; `target` must have a length. None: no evaluation.
+    - `test`: a map-style Dataset like `train`, or a stream (IterableDataset), of which each rank
+      reads all and takes its part. Over all ranks each sample is evaluated once, in batches of at
+      most B; `target` must have a length. A stream without end needs `train.evaluate_batches`.
+      None: no evaluation.
     - `metrics`: name -> `(output, target)` -> a tensor of shape [B] with one value per sample, or
       their mean with shape []. They are evaluated on `test`, together with `loss`.
 
@@ -108,8 +111,9 @@ def fit(
     that have finished make no step.
 
     ConfigError: `train` has no length and `train.steps` is not set; it is none of these, or `test`
-    is not a map-style Dataset; the samples do not fill one optimizer step; the global batch cannot
-    be divided among the ranks; `checkpoint.best` names an unknown metric; `model=` names no model;
+    is neither a map-style Dataset nor a stream, or a stream that differs among ranks; the samples
+    do not fill one optimizer step; the global batch cannot be divided among the ranks;
+    `checkpoint.best` names an unknown metric; `model=` names no model;
     the checkpoint does not fit the model; there is no `loss`, but a pipeline; `train_step` or a
     hook cannot be called like this, or there is `loss` beside `train_step`. RaydistError: called
     outside a run, the ranks found different checkpoints, or there is no `loss` and the model or
@@ -141,10 +145,7 @@ def fit(
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
         tests = None
         if test is not None:
-            most = config.train.evaluate_batches
-            sampler = data.eval_sampler(test, order, together=comm.sharded, most=most)
-            held_out = data.loader(test, sampler, config.data, collate)
-            tests = TestSet(held_out, sampler.own_portions, measured)
+            tests = TestSet(held_out(test, config, order, comm, collate), measured)
         rate = optim.learning_rate(config.optim, order.global_batch)
 
         def train_on() -> dict[str, float]:
@@ -223,9 +224,7 @@ def begin_or_resume(
 class TestSet(NamedTuple):
     """The test samples of one rank, and what is measured on them."""
 
-    batches: Iterable[Any]
-    own_batches: int
-    """How many of the batches contain samples of this rank."""
+    batches: Iterable[Counted]
     metrics: Mapping[str, Metric]
 
 
@@ -444,7 +443,7 @@ class Training:
             return
         with self._spending("evaluate"):
             tests, model = self.tests, self.state.stepper.model
-            self.results = model.evaluate(tests.batches, tests.own_batches, tests.metrics)
+            self.results = model.evaluate(tests.batches, tests.metrics)
         self.evaluated_step = step
         if context.rank().rank == 0:
             context.report(step=step, **self.results)

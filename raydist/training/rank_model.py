@@ -117,20 +117,20 @@ class RankModel:
         self.cast = nullcontext() if half is None else torch.autocast(device.type, half)
 
     def evaluate(
-        self, batches: Iterable[Any], counted: int, metrics: Mapping[str, Metric]
+        self, batches: Iterable[tuple[Any, bool]], metrics: Mapping[str, Metric]
     ) -> dict[str, float]:
         """Return the mean of each metric over the samples of all ranks.
 
-        `counted`: how many of the batches have samples of this rank.
+        `batches`: each with whether it has samples of this rank.
         """
         me = context.rank()
         if self.pipeline is not None:
             self.pipeline.same_buffers()
         elif me.world_size > 1:
             same_buffers(self.module, self.comm, me.rank)
-        copied = (self.copier.copy(batch) for batch in batches)
+        copied = ((self.copier.copy(batch), counts) for batch, counts in batches)
         with self.cast:
-            return evaluate(self.evaluation_model, copied, metrics, self.comm, self.device, counted)
+            return evaluate(self.evaluation_model, copied, metrics, self.comm, self.device)
 
 
 class StateWatch:

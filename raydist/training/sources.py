@@ -81,6 +81,8 @@ class Deal(IterableDataset[Step]):
     state: State | None = None
     hashed: bool = False
     """Whether the items of each step get a checksum."""
+    rest: bool = False
+    """Whether the last items make a step as well, if they are fewer than `count`."""
 
     def __iter__(self) -> Iterator[Step]:
         for each in epoch_setters(self.items):
@@ -95,7 +97,7 @@ class Deal(IterableDataset[Step]):
             count = min(self.count, passed_over) or self.count
             with self._seeded(at):
                 taken = list(islice(items, count))
-                if len(taken) < count:
+                if not taken or (len(taken) < count and not self.rest):
                     return
                 mark = mark or checksum(taken[0])
                 batches = [] if passed_over else self.make(taken)

@@ -29,9 +29,14 @@ def test_accuracy_is_of_each_sample() -> None:
 
 
 def batches(rank: int, world_size: int) -> list[Any]:
-    """Ten samples x = y = 0 … 9 in batches of at most 2, dealt out one by one."""
+    """Ten samples x = y = 0 … 9 in batches of at most 2, dealt out one by one; then one that does
+    not count."""
     mine = torch.arange(10.0)[rank::world_size]
-    return [[part.unsqueeze(1), part.unsqueeze(1)] for part in torch.split(mine, 2)]
+    parts = [*torch.split(mine, 2), torch.full((2,), 99.0)]
+    return [
+        ([part.unsqueeze(1), part.unsqueeze(1)], number < len(parts) - 1)
+        for number, part in enumerate(parts)
+    ]
 
 
 class Shift(nn.Module):
@@ -121,7 +126,7 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
         model = Shift().train()
         metrics: dict[str, Any] = {"mse": F.mse_loss, "mean": mean_target, "each": each_output}
         means = evaluate(
-            model, batches(context.rank().rank, world), metrics, context.current().comm, CPU, 99
+            model, batches(context.rank().rank, world), metrics, context.current().comm, CPU
         )
         return means, model.modes, model.training
 
@@ -136,7 +141,7 @@ def test_uneven_ranks_and_batches_weigh_by_samples(tmp_path: Path, world: int) -
 def test_a_rank_without_samples_counts_nothing(tmp_path: Path) -> None:
     def measure(job: Job) -> dict[str, float]:
         mine = batches(0, 1) if context.rank().rank == 0 else []
-        return evaluate(Shift(), mine, {"mean": mean_target}, context.current().comm, CPU, 99)
+        return evaluate(Shift(), mine, {"mean": mean_target}, context.current().comm, CPU)
 
     assert [result.value for result in run_ranks(2, GLOO, measure, tmp_path)] == [{"mean": 4.5}] * 2
 

@@ -115,11 +115,13 @@ def every(job: Job) -> dict[str, Trained]:
     }
 
 
-def by_hand(step: Callable[..., Any]) -> tuple[list[dict[str, float]], list[float]]:
+def by_hand(
+    step: Callable[..., Any], tests: int = 26
+) -> tuple[list[dict[str, float]], list[float]]:
     """Train in one process, each step in one pass; return the figures of steps and evaluations."""
     net, (features, labels) = Net(), tensors()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-    steps, tests = [], []
+    steps, evaluations = [], []
     for number in range(STEPS):
         part = slice(number * BATCH, (number + 1) * BATCH)
         output = step(net, (features[part], labels[part]))
@@ -132,9 +134,9 @@ def by_hand(step: Callable[..., Any]) -> tuple[list[dict[str, float]], list[floa
         steps.append({"loss": loss.item(), "grad_norm": norm.item()})
         if number % 2:
             with torch.no_grad():
-                output = step(net, (features[:26], labels[:26]))
-            tests.append(float(output["loss"] if isinstance(output, dict) else output))
-    return steps, tests
+                output = step(net, (features[:tests], labels[:tests]))
+            evaluations.append(float(output["loss"] if isinstance(output, dict) else output))
+    return steps, evaluations
 
 
 @pytest.fixture(scope="module", params=DIVISIONS)
