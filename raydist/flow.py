@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from raydist.cluster import connect, drain, placement
-from raydist.cluster.queue.turn import Turn, turn_of
+from raydist.cluster.queue.turn import Turn, settle_queue, turn_of
 from raydist.launch import (
     inline,
     network_check,
@@ -159,6 +159,7 @@ def attempt_job(
     warm_server.prepare(job)  # while Ray answers
     connection.enter_context(connect.connect(job, events))
     check.refuse()
+    job = settle_queue(job)
     deputies = Deputies(duty, events) if duty else None
     attempts, turn = Attempts(job, call, events, deputies), turn_of(job, events)
     while attempts.outcome is None:

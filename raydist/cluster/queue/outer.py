@@ -10,8 +10,7 @@ kuberay_version=v1.5.1;kuberay_crd=RayJob. For a RayJob on a cluster that exists
 (clusterSelector) it says RayCluster."""
 
 
-def outer_queue(environ: Mapping[str, str]) -> str:
-    """Return what has queued this run before it could start: Slurm, RayJob; empty for nothing."""
-    if "SLURM_JOB_ID" in environ:
-        return "Slurm"
-    return "RayJob" if "kuberay_crd=RayJob" in environ.get(KUBERAY_TAGS, "").split(";") else ""
+def has_outer_queue(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm or a RayJob has queued this run before it could start."""
+    tags = environ.get(KUBERAY_TAGS, "").split(";")
+    return "SLURM_JOB_ID" in environ or "kuberay_crd=RayJob" in tags

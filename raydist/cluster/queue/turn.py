@@ -33,7 +33,7 @@ from raydist.cluster.queue.entry import (
 from raydist.cluster.queue.first_entry import first_entry
 from raydist.cluster.queue.order import Cluster, Verdict
 from raydist.cluster.queue.others import OtherRuns
-from raydist.cluster.queue.outer import outer_queue
+from raydist.cluster.queue.outer import has_outer_queue
 from raydist.cluster.queue.stop_cost import StopCost, cost_after
 from raydist.cluster.queue.wait_limits import WaitLimits
 from raydist.settings.config import Job
@@ -343,15 +343,20 @@ def time_of_day(seconds: float) -> str:
     return time.strftime("%H:%M", time.localtime(seconds))
 
 
-def turn_of(job: Job, events: Events) -> Turn:
-    """Return the turn of a run that is connected to Ray.
+def settle_queue(job: Job) -> Job:
+    """Return the job with `queue=auto` decided, for the Ray to which this process is connected.
 
     A Ray that this process started serves only its own runs, so it has no queue.
     """
     wanted = job.queue.enabled
     if wanted is None:
-        wanted = not outer_queue(os.environ) and ray_private.has_store()
-    if not wanted or connect.is_local_ray():
+        wanted = not has_outer_queue(os.environ) and ray_private.has_store()
+    return replace(job, queue=replace(job.queue, enabled=wanted and not connect.is_local_ray()))
+
+
+def turn_of(job: Job, events: Events) -> Turn:
+    """Return the turn of a run whose queue is settled."""
+    if not job.queue.enabled:
         return Turn()
     turn = QueuedTurn(job, events)
     events.add_reader(turn.note_event)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster import ray_private
+from raydist.cluster import placement, ray_private
 from raydist.cluster.queue import others, store, turn, wait_limits
 from raydist.cluster.queue.entry import Entry, WayRequest
 from raydist.cluster.queue.order import Cluster, Verdict
-from raydist.cluster.queue.outer import KUBERAY_TAGS, outer_queue
-from raydist.settings.config import Job, Queue
+from raydist.cluster.queue.outer import KUBERAY_TAGS, has_outer_queue
+from raydist.settings.config import Backend, Job, Queue, Scale
 from raydist.shared.errors import LaunchError
 from raydist.shared.events import Events
 from tests.cluster.queue.test_order import NOW, node, runs, waits
@@ -116,11 +116,11 @@ def test_the_wait_for_room_outside_the_queue_has_a_limit(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, ""),
-        ({"SLURM_JOB_ID": "7"}, "Slurm"),
-        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayJob"}, "RayJob"),
-        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayCluster"}, ""),
-        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayJob;team=a"}, "RayJob"),
+        ({}, False),
+        ({"SLURM_JOB_ID": "7"}, True),
+        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayJob"}, True),
+        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayCluster"}, False),
+        ({KUBERAY_TAGS: "kuberay_version=v1.5.1;kuberay_crd=RayJob;team=a"}, True),
     ],
 )
 @pytest.mark.parametrize("wanted", [None, True, False])
@@ -128,16 +128,21 @@ def test_the_outer_queue_rules_unless_ours_is_typed(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     environ: dict[str, str],
-    expected: str,
+    expected: bool,
     wanted: bool | None,
 ) -> None:
-    assert outer_queue(environ) == expected
+    assert has_outer_queue(environ) is expected
     for name in ("SLURM_JOB_ID", KUBERAY_TAGS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray_private, "has_store", lambda: True)
     with Events(tmp_path / "events.jsonl") as events:
-        found = turn.turn_of(Job(queue=Queue(enabled=wanted)), events)
+        queue, scale = Queue(enabled=wanted, shrink=True), Scale(1, 2, per_node=1)
+        job = turn.settle_queue(Job(queue=queue, scale=scale, backend=Backend(name="gloo")))
+        found = turn.turn_of(job, events)
     queued = not expected if wanted is None else wanted
     assert isinstance(found, turn.QueuedTurn) == queued
+    # Nobody asks a run outside the queue to shrink: it begins with all nodes that it may have.
+    nodes = [replace(node(n, 0), total={"CPU": 1.0}, free={"CPU": 1.0}) for n in (1, 2)]
+    assert len(placement.resources_for(job, nodes).bundles) == (1 if queued else 2)
