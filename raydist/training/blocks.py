@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +41,39 @@ def find_blocks(
     raise ConfigError.of(
         "parallel.blocks", None, cause, "parallel.blocks=CLASS", without, known=classes
     )
+
+
+def find_ends(
+    model: nn.Module, blocks: Sequence[nn.Module]
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embedding and the head of a model, which are gathered for their own call only.
+
+    They are what its methods `get_input_embeddings` and `get_output_embeddings` return, which
+    Hugging Face's models have: other code of the model may use a weight outside of the module's
+    call, and would find a shard there. None: it names none, the module is in a block, or it shares
+    a parameter with another module, which needs it at another time.
+    """
+    inside = {inner for block in blocks for inner in block.modules()}
+    holders = Counter(id(value) for each in model.modules() for value in _own(each))
+    names = "get_input_embeddings", "get_output_embeddings"
+    named: list[Any] = [getattr(model, name, lambda: None) for name in names]
+    try:
+        embedding, head = (each() for each in named)
+    except NotImplementedError:  # that of a model without text, in transformers
+        return None, None
+    if embedding is head:
+        return None, None
+
+    def alone(module: nn.Module | None) -> bool:
+        if module is None or module in inside or not _has_own(module):
+            return False
+        return all(holders[id(value)] == 1 for value in module.parameters())
+
+    return embedding if alone(embedding) else None, head if alone(head) else None
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
 
 
 def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:

@@ -185,6 +185,14 @@ class GPT(nn.Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=SPREAD)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding, as Hugging Face's models do."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return what has the weights of the last layer: the embedding, if they are tied."""
+        return self.embedding if self.head is None else self.head
+
     def flops_per_token(self, context: int) -> int:
         """Return the operations of the forward and backward pass for one of `context` tokens."""
         unused = 0 if self.head is None else self.embedding.weight.numel()

@@ -25,7 +25,7 @@ from raydist.settings import config
 from raydist.settings.mesh import MeshShape, mesh_shape, microbatches
 from raydist.shared.errors import ConfigError
 from raydist.training import models, optim
-from raydist.training.blocks import find_blocks
+from raydist.training.blocks import find_blocks, find_ends
 from raydist.training.heads import check_heads
 from raydist.training.model_call import tensors_in
 from raydist.training.recompute import KEPT
@@ -76,6 +76,18 @@ def memory_of(
     return max(found, key=lambda moment: sum(moment.values()))
 
 
+class Groups(NamedTuple):
+    """Bytes of what ranks gather, and send, as a whole."""
+
+    block: int
+    """The largest block."""
+    embedding: int
+    head: int
+    rest: int
+    """What is outside of blocks; the embedding and the head, too, if they are no groups of their
+    own. Of a pipeline all of the stage."""
+
+
 class Division(NamedTuple):
     """The bytes of a stage, or the whole model, on a rank."""
 
@@ -83,13 +95,10 @@ class Division(NamedTuple):
     """Of this rank's parts of the parameters."""
     trained: int
     """Of those that are trained."""
-    gathered: int
-    """Of what is whole during a pass: a block and what is outside of blocks; a stage, and its
-    gradients."""
-    block: int
-    """Of the gradients of the largest block."""
-    outside: int
-    """Of the gradients of what is outside of blocks."""
+    gathered: Groups
+    """Of what is whole during a pass; in a pipeline with its gradients."""
+    gradients: Groups
+    """Of the gradients before they are divided, except in a pipeline."""
 
 
 class Pass(NamedTuple):
@@ -110,19 +119,25 @@ def _moments(
     With `of_pass` they have `activations`, which may be 0.
     """
     held = {"parameters": division.own, job.optim.title: int(states * division.trained)}
-    gradients, gathered = {"gradients": division.trained}, {"gathered": division.gathered}
+    gradients = {"gradients": division.trained}
+    whole, sent = division.gathered, division.gradients
     # A block's gradients are whole, and so is the copy of them that ranks send.
-    sent = {"sent": 2 * division.block}
+    in_block, sends_block = {"gathered": whole.rest + whole.block}, {"sent": 2 * sent.block}
     # What is outside of blocks is sent last, when nothing is gathered any more.
-    ends = [gathered | sent, {"sent": 2 * division.outside}]
+    outside = sent.embedding, sent.rest
+    ends = [in_block | sends_block, {"sent": sum(outside) + max(outside)}]
     if of_pass is None:
         yield from (held | gradients | end for end in ends)
         return
     yield from (held | gradients | {"activations": 0} | end for end in ends)
-    begun = held | (gradients if job.train.accumulate > 1 else {}) | gathered
-    begun["activations"] = of_pass.kept
-    yield begun | {"loss": of_pass.loss}
-    yield begun | {"recomputed": of_pass.recomputed} | sent
+    begun = held | (gradients if job.train.accumulate > 1 else {})
+    kept, loss = {"activations": of_pass.kept}, of_pass.loss
+    # The head, or else the last block, stays gathered between the passes.
+    yield begun | {"gathered": whole.rest + (whole.head or whole.block)} | kept | {"loss": loss}
+    if sent.head:  # then it waits for the head's gradient with the last block
+        both = {"gathered": whole.rest + whole.head + whole.block}
+        yield begun | both | kept | {"loss": loss // 3, "sent": 2 * sent.head}
+    yield begun | in_block | kept | {"recomputed": of_pass.recomputed} | sends_block
 
 
 def activations(
@@ -290,18 +305,20 @@ def _of_part(
         # a stage stays gathered for all micro-batches of a step, as do its gradients, which are in
         # fp32
         whole = _size(part, frozen=True) // smaller + _size(part)
-        return Division(own, trained, whole // shape.tp, 0, 0)
+        return Division(own, trained, Groups(0, 0, 0, whole // shape.tp), Groups(0, 0, 0, 0))
     inside = [each for each in part.modules() if each in blocks]
-    gathered = sum(_largest_and_rest(part, inside, shape.tp, frozen=True)) // smaller
-    return Division(own, trained, gathered, *_largest_and_rest(part, inside, shape.tp))
+    gathered = Groups(*(size // smaller for size in _groups(part, inside, shape.tp, frozen=True)))
+    return Division(own, trained, gathered, _groups(part, inside, shape.tp))
 
 
-def _largest_and_rest(
-    model: nn.Module, blocks: Sequence[nn.Module], tp: int, frozen: bool = False
-) -> tuple[int, int]:
-    """Return the bytes of the largest block and of what is outside of blocks, on a rank."""
+def _groups(model: nn.Module, blocks: Sequence[nn.Module], tp: int, frozen: bool = False) -> Groups:
+    """Return the bytes of what is gathered together, on a rank. `frozen`: as for `_size`."""
     sizes = [_size(each, frozen) for each in blocks]
-    return max(sizes) // tp, _size(model, frozen) - sum(sizes)
+    embedding, head = (
+        0 if each is None else _size(each, frozen) for each in find_ends(model, blocks)
+    )
+    rest = _size(model, frozen) - sum(sizes) - embedding - head
+    return Groups(max(sizes) // tp, embedding, head, rest)
 
 
 def _size(module: nn.Module, frozen: bool = False) -> int:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -25,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from raydist.settings.config import Job
 from raydist.settings.mesh import MeshShape, mesh_shape
 from raydist.shared.errors import ConfigError
-from raydist.training.blocks import find_blocks
+from raydist.training.blocks import find_blocks, find_ends
 from raydist.training.heads import check_heads
 from raydist.training.meta import make_values, on_meta, take_values
 from raydist.training.weights import WeightFiles
@@ -60,11 +62,11 @@ class ShardedComm(DDPComm):
         for name in ("everyone", "mesh"):
             vars(self).pop(name, None)
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def wrap(self, model: nn.Module) -> nn.Module:
         self.shard(model, self.prepare(model), model)
         return model
 
-    def prepare(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+    def prepare(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks of the model, after copying rank 0's parameters to all ranks.
 
         Parameters on meta are not copied.
@@ -79,9 +81,9 @@ class ShardedComm(DDPComm):
 
     def shard(
         self,
-        part: torch.nn.Module,
-        blocks: Sequence[torch.nn.Module],
-        model: torch.nn.Module,
+        part: nn.Module,
+        blocks: Sequence[nn.Module],
+        model: nn.Module,
         last: bool = True,
     ) -> None:
         """Divide the parameters of a part of the model among the ranks of the mesh.
@@ -100,20 +102,32 @@ class ShardedComm(DDPComm):
         files = WeightFiles.of(self.job) if empty else None
         half = torch.bfloat16 if self.job.train.precision == "bf16" else None
         sums = torch.float32 if half else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
         free = self.shape.pp == 1  # a stage is gathered once per step, not for each micro-batch
-        for block in (each for each in blocks if each in here):
+        embedding, head = find_ends(model, blocks) if free else (None, None)
+        own = [each for each in blocks if each in here]
+        # The backward pass begins with the last one.
+        kept = head or own[-1]
+
+        def divide(each: nn.Module) -> None:
+            again = free and each is not kept
+            fully_shard(each, mesh=data, mp_policy=policy, reshard_after_forward=again)
+
+        for block in own:
             self._make(model, [*block.modules()], layers, files)
-            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
-            fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=free)
+            divide(block)
         # all of them on each stage: the model's own reset_parameters may draw one after another
         outside = [each for each in model.modules() if each not in inside]
         self._make(model, outside, layers, files)
         take_values(part, model)
+        for each in filter(None, (embedding, head)):
+            divide(each)
         # the loss is in fp32
         whole = MixedPrecisionPolicy(
             param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None
         )
         fully_shard(part, mesh=data, mp_policy=whole)
+        _prefetch([each for each in (embedding, *own, head) if each is not None])
         if dist.get_backend() == "gloo":
             # Its mean is a sum in torch 2.8: each gradient was as many times too large as there are
             # ranks. With this, fully_shard divides.
@@ -125,9 +139,9 @@ class ShardedComm(DDPComm):
 
     def _make(
         self,
-        model: torch.nn.Module,
-        part: Sequence[torch.nn.Module],
-        layers: Mapping[torch.nn.Module, ParallelStyle],
+        model: nn.Module,
+        part: Sequence[nn.Module],
+        layers: Mapping[nn.Module, ParallelStyle],
         files: WeightFiles | None,
     ) -> None:
         """Create the values of these modules that are on meta, and divide layers by the tp plan."""
@@ -136,7 +150,7 @@ class ShardedComm(DDPComm):
             if module in layers:
                 parallelize_module(module, self.everyone["tp"], layers[module])
 
-    def _same_on_copies(self, part: torch.nn.Module) -> None:
+    def _same_on_copies(self, part: nn.Module) -> None:
         """Copy the created values from the first rank with this part of the model to the others.
 
         These ranks have drawn the same numbers, unless their GPUs differ or a reset_parameters has
@@ -153,7 +167,7 @@ class ShardedComm(DDPComm):
                     dist.broadcast(own, group=self.mesh.get_group(dim), group_src=0)
 
     @contextmanager
-    def accumulating(self, model: torch.nn.Module) -> Iterator[None]:
+    def accumulating(self, model: nn.Module) -> Iterator[None]:
         # Each pass reduces its gradients among the ranks that share the parameters: otherwise each
         # rank would hold those of the whole model between passes. Copies of the model average their
         # gradients, which are sharded, in the last pass.
@@ -164,7 +178,7 @@ class ShardedComm(DDPComm):
         finally:
             root.set_requires_all_reduce(True)
 
-    def clip(self, model: torch.nn.Module, norm: float) -> torch.Tensor:
+    def clip(self, model: nn.Module, norm: float) -> torch.Tensor:
         # One sum over all ranks: each adds its parts of the gradients, and divides a part that
         # several ranks hold by their number. torch's clip_grad_norm_ takes only DTensors of one
         # mesh; layers that tp divides have another mesh.
@@ -195,6 +209,19 @@ class ShardedComm(DDPComm):
         return dist.get_world_size()
 
 
+def _prefetch(groups: Sequence[nn.Module]) -> None:
+    """Have each of these modules, in the order of a forward pass, gather the next one.
+
+    Otherwise the host would first have to launch all of the module's kernels. In a backward pass
+    fully_shard does that by itself, in the order of the forward pass.
+    """
+    for each, following in pairwise(cast("Sequence[FSDPModule]", groups)):
+        each.set_modules_to_forward_prefetch([following])
+    # its gradient does not depend on its weight
+    if isinstance(groups[0], nn.Embedding) and isinstance(groups[0], FSDPModule):
+        groups[0].set_unshard_in_backward(False)
+
+
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -207,7 +234,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 activations. The last two are those of transformers 5 for the last layer and the embedding."""
 
 
-def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+def styles(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return the model's plan: by module name, with * for any part of it, how to divide the layer.
 
     ConfigError: there is no plan, a name matches no module, or a word is unknown.
@@ -230,7 +257,7 @@ def styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
     return {name: STYLES[word]() if isinstance(word, str) else word for name, word in plan.items()}
 
 
-def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyle]:
+def divided_layers(model: nn.Module) -> dict[nn.Module, ParallelStyle]:
     """Return the layers that the model's plan names, and how each is divided.
 
     ConfigError: as in `styles`.
@@ -245,7 +272,7 @@ def divided_layers(model: torch.nn.Module) -> dict[torch.nn.Module, ParallelStyl
     return found
 
 
-def same_as_rank0(model: torch.nn.Module, comm: DDPComm) -> None:
+def same_as_rank0(model: nn.Module, comm: DDPComm) -> None:
     """Copy rank 0's parameters and buffers to all ranks, as DDP does.
 
     A job may have created different ones on each rank.
