@@ -38,6 +38,7 @@ MEMBERS = {
         "utilization",
         "samples_per_s",
         "save_weights",
+        "chunked_loss",
     ),
 }
 """What users call of the public modules."""

@@ -274,6 +274,10 @@ class Train:
     """What has the same weight in the loss of a step. sample: each sample, so that ranks and passes
     average their losses. token: each target that is not -100, over all ranks and passes, so that
     padding changes nothing; the loss must be the mean over these."""
+    loss_chunks: int = at_least(1, 1)
+    """Compute the last layer and the loss of a language model for so many parts of the positions,
+    one after the other, so that only one part's scores exist at a time. With parallel=ddp, fsdp and
+    hsdp."""
     weights: str = ""
     """A safetensors file, or a folder with such files, that has the values with which the model
     begins, on each node. Relative to the current folder; empty: the model's own."""

@@ -157,6 +157,22 @@ def check_microbatches(job: Job, shape: MeshShape) -> None:
     )
 
 
+def check_chunks(job: Job, shape: MeshShape, own_loss: bool = False) -> None:
+    """Raise ConfigError if the loss cannot be computed by chunks.
+
+    `own_loss`: the model computes it.
+    """
+    chunks, why = job.train.loss_chunks, ""
+    if shape.pp > 1 or shape.tp > 1:
+        why = "a stage of a pipeline, or a tp group, computes the last layer as one"
+    elif own_loss:
+        why = "the model computes its own loss: fit needs loss="
+    elif job.backend.find_unused_parameters:
+        why = "backend.find_unused_parameters would take the last layer for unused"
+    if chunks > 1 and why:
+        raise ConfigError.of("train.loss_chunks", chunks, why, "train.loss_chunks=1")
+
+
 def _unfit(settings: Parallel, shape: MeshShape, ranks: int) -> ConfigError:
     """Return the error for a product that is not the number of ranks; it names the typed number."""
     stages = f"pp {shape.pp} x " if shape.pp > 1 else ""

@@ -13,7 +13,7 @@ from raydist.settings import in_place, notices, profiled
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.duration import seconds_of
 from raydist.settings.fused import fused_choice
-from raydist.settings.mesh import check_microbatches, divides, mesh_shape
+from raydist.settings.mesh import check_chunks, check_microbatches, divides, mesh_shape
 from raydist.settings.priority import priority_of
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
@@ -343,6 +343,7 @@ def _check_parallel(job: Job) -> None:
         for nodes in range(scale.nodes, (scale.max_nodes or scale.nodes) + 1):
             shape = mesh_shape(settings, nodes * scale.per_node, scale.per_node)
             check_microbatches(job, shape)
+            check_chunks(job, shape)
         if scale.max_nodes is None:
             _check_portions(job, shape.data)
 

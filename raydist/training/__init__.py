@@ -25,6 +25,8 @@ of it.
     hooks.py              The functions of a job that raydist.fit calls by name, and the check that
                           it can
     loop.py               The training loop: epochs, evaluation, checkpoints, resume, reports
+    loss_chunks.py        The loss of large vocabularies by chunks of the positions:
+                          train.loss_chunks
     memory.py             The most bytes that the training of a model takes on a rank, by their use
     meta.py               Creates the values of a model on meta: the same whole, by blocks, or in a
                           stage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -44,23 +43,20 @@ def find_blocks(
 
 
 def find_ends(
-    model: nn.Module, blocks: Sequence[nn.Module]
+    model: nn.Module, blocks: Sequence[nn.Module], chunks: int = 1
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Return the embedding and the head of a model, which are gathered for their own call only.
 
     They are what its methods `get_input_embeddings` and `get_output_embeddings` return, which
     Hugging Face's models have: other code of the model may use a weight outside of the module's
     call, and would find a shard there. None: it names none, the module is in a block, or it shares
-    a parameter with another module, which needs it at another time.
+    a parameter with another module, which needs it at another time. `chunks`: with several
+    (`train.loss_chunks`) the head is called after the model.
     """
     inside = {inner for block in blocks for inner in block.modules()}
     holders = Counter(id(value) for each in model.modules() for value in _own(each))
-    names = "get_input_embeddings", "get_output_embeddings"
-    named: list[Any] = [getattr(model, name, lambda: None) for name in names]
-    try:
-        embedding, head = (each() for each in named)
-    except NotImplementedError:  # that of a model without text, in transformers
-        return None, None
+    embedding = named_layer(model, "get_input_embeddings")
+    head = named_layer(model, "get_output_embeddings")
     if embedding is head:
         return None, None
 
@@ -69,7 +65,16 @@ def find_ends(
             return False
         return all(holders[id(value)] == 1 for value in module.parameters())
 
-    return embedding if alone(embedding) else None, head if alone(head) else None
+    return embedding if alone(embedding) else None, head if alone(head) and chunks == 1 else None
+
+
+def named_layer(model: nn.Module, method: str) -> nn.Module | None:
+    """Return the layer that this method of a model returns; None: it has no such method."""
+    try:
+        layer: nn.Module | None = getattr(model, method, lambda: None)()
+    except NotImplementedError:  # that of a model without text, in transformers
+        return None
+    return layer
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -207,6 +207,9 @@ class GPT(nn.Module):
         x = self.embedding(tokens.long())
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
+        return self.scores(self.norm(x))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the scores of the next token: [B, T, width] -> [B, T, vocab]."""
         scores: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         return scores

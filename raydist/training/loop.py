@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from raydist.settings.changeable import Number, Values, value_of
 from raydist.settings.config import Job
-from raydist.settings.mesh import mesh_shape
+from raydist.settings.mesh import check_chunks, mesh_shape
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import ConfigError, NonFiniteError, RaydistError, nearest
 from raydist.state.device import Mark, device_of
@@ -26,6 +26,7 @@ from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, Whole
 from raydist.training.evaluation import Metric
 from raydist.training.held_out import Counted, held_out
 from raydist.training.hooks import Hook, Hooks, check_call
+from raydist.training.loss_chunks import chunked_loss
 from raydist.training.model_call import OwnLoss, TrainStep
 from raydist.training.outlive import outlive
 from raydist.training.rank_model import RankModel
@@ -128,7 +129,7 @@ def fit(
         )
     hooks = Hooks(on_step, on_evaluate)
     hooks.check()
-    with current.next_fit():
+    with current.next_fit(), ExitStack() as until_end:
         comm, me = cast("Comm", current.comm), current.rank
         if comm.sharded:  # the job may have passed fit other settings than those of the run
             comm = replace(cast("Any", comm), job=config)
@@ -138,9 +139,14 @@ def fit(
         rank, ranks = shape.data_rank(me.rank), shape.data
         order, batches = sources.ordered(train, config, rank, ranks, collate, waits.add)
         module = model if model is not None else models.build_model(config.model)
+        others = metrics or {}
+        if (chunks := config.train.loss_chunks) > 1:
+            check_chunks(config, shape, loss is None)
+            used_loss = by_chunk = until_end.enter_context(chunked_loss(module, used_loss, chunks))
+            others = {name: by_chunk.of_scores(each) for name, each in others.items()}
         if config.train.loss_per == "token":
             used_loss = TokenLoss.of(used_loss, module)
-        measured = {"test_loss": used_loss, **(metrics or {})} if test is not None else {}
+        measured = {"test_loss": used_loss, **others} if test is not None else {}
         check_best(config.checkpoint.best, measured)
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
         tests = None

@@ -25,7 +25,7 @@ from raydist.settings import config
 from raydist.settings.mesh import MeshShape, mesh_shape, microbatches
 from raydist.shared.errors import ConfigError
 from raydist.training import models, optim
-from raydist.training.blocks import find_blocks, find_ends
+from raydist.training.blocks import find_blocks, find_ends, named_layer
 from raydist.training.heads import check_heads
 from raydist.training.model_call import tensors_in
 from raydist.training.recompute import KEPT
@@ -176,6 +176,10 @@ def activations(
         last = stage == len(parts) - 1
         scores = sum(each.numel() for each in tensors_in(given) if each.is_floating_point())
         loss = (3 if shape.pp == 1 else 4) * scores * torch.float32.itemsize if last else 0
+        if (chunks := job.train.loss_chunks) > 1:
+            head = named_layer(model, "get_output_embeddings")
+            # the gradient of the last layer: of a chunk, and of those before it
+            loss = loss // chunks + (0 if head is None else 2 * _size(head))
         found.append(Pass(on_their_way * sum(kept.bytes.values()), loss, kept.largest_block))
     return found
 
@@ -304,18 +308,21 @@ def _of_part(
     if shape.pp > 1:
         # a stage stays gathered for all micro-batches of a step, as do its gradients, which are in
         # fp32
-        whole = _size(part, frozen=True) // smaller + _size(part)
-        return Division(own, trained, Groups(0, 0, 0, whole // shape.tp), Groups(0, 0, 0, 0))
+        stage = _size(part, frozen=True) // smaller + _size(part)
+        return Division(own, trained, Groups(0, 0, 0, stage // shape.tp), Groups(0, 0, 0, 0))
     inside = [each for each in part.modules() if each in blocks]
-    gathered = Groups(*(size // smaller for size in _groups(part, inside, shape.tp, frozen=True)))
-    return Division(own, trained, gathered, _groups(part, inside, shape.tp))
+    chunks = job.train.loss_chunks
+    whole = [size // smaller for size in _groups(part, inside, shape.tp, chunks, frozen=True)]
+    return Division(own, trained, Groups(*whole), _groups(part, inside, shape.tp, chunks))
 
 
-def _groups(model: nn.Module, blocks: Sequence[nn.Module], tp: int, frozen: bool = False) -> Groups:
+def _groups(
+    model: nn.Module, blocks: Sequence[nn.Module], tp: int, chunks: int, frozen: bool = False
+) -> Groups:
     """Return the bytes of what is gathered together, on a rank. `frozen`: as for `_size`."""
     sizes = [_size(each, frozen) for each in blocks]
     embedding, head = (
-        0 if each is None else _size(each, frozen) for each in find_ends(model, blocks)
+        0 if each is None else _size(each, frozen) for each in find_ends(model, blocks, chunks)
     )
     rest = _size(model, frozen) - sum(sizes) - embedding - head
     return Groups(max(sizes) // tp, embedding, head, rest)

@@ -12,6 +12,7 @@ from raydist.shared.errors import ConfigError
 from raydist.training.export import save_weights as save_weights
 from raydist.training.flops import utilization as utilization
 from raydist.training.gpt import GPT as GPT
+from raydist.training.loss_chunks import chunked_loss as chunked_loss
 from raydist.worker.context import samples_per_s as samples_per_s
 
 

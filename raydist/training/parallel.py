@@ -104,7 +104,8 @@ class ShardedComm(DDPComm):
         sums = torch.float32 if half else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=sums)
         free = self.shape.pp == 1  # a stage is gathered once per step, not for each micro-batch
-        embedding, head = find_ends(model, blocks) if free else (None, None)
+        chunks = self.job.train.loss_chunks
+        embedding, head = find_ends(model, blocks, chunks) if free else (None, None)
         own = [each for each in blocks if each in here]
         # The backward pass begins with the last one.
         kept = head or own[-1]
@@ -124,7 +125,7 @@ class ShardedComm(DDPComm):
             divide(each)
         # the loss is in fp32
         whole = MixedPrecisionPolicy(
-            param_dtype=half, reduce_dtype=sums, output_dtype=sums if last else None
+            param_dtype=half, reduce_dtype=sums, output_dtype=sums if last and chunks == 1 else None
         )
         fully_shard(part, mesh=data, mp_policy=whole)
         _prefetch([each for each in (embedding, *own, head) if each is not None])

@@ -20,6 +20,11 @@ IGNORED = -100
 """The target that the losses of torch and transformers leave out of their mean."""
 
 
+def is_counted(target: torch.Tensor) -> torch.Tensor:
+    """Return which targets are not IGNORED. In bytes, which have none, -100 would be 156."""
+    return target.ne(IGNORED) | (target.dtype is torch.uint8)
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss, the mean over the targets that are not IGNORED, which also counts them."""
@@ -57,7 +62,7 @@ class TokenLoss:
         if not isinstance(target, torch.Tensor):
             cause = f"targets are counted in a tensor, and these are a {type(target).__name__}"
             raise ConfigError.of("train.loss_per", "token", cause, "train.loss_per=sample")
-        return (target[..., 1:] if shifted else target).ne(IGNORED).sum()
+        return is_counted(target[..., 1:] if shifted else target).sum()
 
     def weighed(self, loss: torch.Tensor, target: Any, share: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch x its targets x `share`; 0 if it has no targets.

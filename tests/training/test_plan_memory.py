@@ -49,6 +49,8 @@ TRAININGS = {
     "accumulated": training(256, 32, 64, accumulate=2),
     "bf16": training(256, 16, 128, precision="bf16"),
     "bf16 vocabulary": training(8192, 16, 64, precision="bf16"),
+    "chunks": training(8192, 16, 64, loss_chunks=8),
+    "bf16 chunks": training(8192, 16, 64, loss_chunks=8, precision="bf16"),
     "blocks": training(256, 32, 128, recompute="blocks"),
     "blocks vocabulary": training(8192, 16, 64, recompute="blocks"),
     "selective": training(256, 16, 128, recompute="selective"),
@@ -124,6 +126,13 @@ def test_the_plan_is_the_measured_peak(division: str, name: str, folder: Path) -
     plan = planned(name, division)
     real = measured(division, folder)[name]
     assert sum(plan.values()) == pytest.approx(real, rel=0.1), plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "bf16 "])
+def test_chunks_of_the_loss_take_less_memory(name: str, folder: Path) -> None:
+    real, scores = measured("fsdp", folder), 8 * 64 * 8192 * 4  # bytes of a rank's, in fp32
+    assert real[f"{name}chunks"] < real[f"{name}vocabulary"] - 1.5 * scores
 
 
 @pytest.mark.slow
