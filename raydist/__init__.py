@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raydist.training import sharded as sharded
     from raydist.training.evaluation import accuracy as accuracy
     from raydist.training.evaluation import sum_over_ranks as sum_over_ranks
-    from raydist.training.loop import fit as fit
+    from raydist.training.fit import fit as fit
     from raydist.worker import checkpoint as checkpoint
     from raydist.worker.backends import process_set as process_set
     from raydist.worker.context import mesh as mesh
@@ -53,7 +53,7 @@ _HOME = {
     "checkpoint": "worker.checkpoint",
     "data": "training.data",
     "events": "shared.kinds",
-    "fit": "training.loop",
+    "fit": "training.fit",
     "main": "worker.standalone",
     "mesh": "worker.context",
     "models": "training.models",

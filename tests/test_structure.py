@@ -239,7 +239,7 @@ LARGER = {
     # One for each thing in which servers differ; all but three by keyword.
     "node.fork_launcher:ForkServer.launch": 7,
     # Public: one for each thing that a job has; all but the first by keyword.
-    "training.loop:fit": 10,
+    "training.fit:fit": 10,
 }
 """What is larger, by how much, and why. Nothing is added here: divide it instead."""
 

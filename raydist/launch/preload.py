@@ -17,7 +17,7 @@ from raydist.settings.script import file_of
 from raydist.state.object_store import DRIVERS, scheme
 from raydist.worker.backends import module_of
 
-LOOP = ("raydist.training.loop", "torch._dynamo", "hydra.utils")
+LOOP = ("raydist.training.fit", "torch._dynamo", "hydra.utils")
 """Modules of raydist.fit. torch's optimizers import torch._dynamo in their first step; `_target_`
 needs hydra."""
 SHARDS = ("torch.distributed.checkpoint.state_dict",)

@@ -15,6 +15,8 @@ of it.
                           count
     export.py             Writes the weights of a model, also of one that is divided, to safetensors
                           files
+    fit.py                raydist.fit: prepares data, model, loss and checkpoints of a training, and
+                          runs its loop
     flops.py              Model FLOPs utilization: a language model's operations and the peaks of
                           GPUs
     gpt.py                A language model of 1 M to 8 B parameters

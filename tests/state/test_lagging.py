@@ -14,8 +14,7 @@ import torch
 
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import blank_page
-from raydist.training import loop as fit
-from raydist.training import snapshotter
+from raydist.training import loop, snapshotter
 from raydist.training.snapshot_interval import SnapshotInterval
 from raydist.training.snapshotter import OFFERS, Offer, choose_snapshot
 from raydist.worker import context
@@ -422,13 +421,13 @@ def test_reports_come_in_order_each_when_its_device_has_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device, reports = Lagging(), list[tuple[int, float]]()
-    monkeypatch.setattr(fit, "device_of", lambda _: device)
+    monkeypatch.setattr(loop, "device_of", lambda _: device)
     monkeypatch.setattr(
         context,
         "emit_report",
         lambda step, values, **_: reports.append((step, float(values["loss"]))),
     )
-    reporter, loss = fit.MetricReporter(torch.device("cpu")), torch.zeros(())
+    reporter, loss = loop.MetricReporter(torch.device("cpu")), torch.zeros(())
     for step in range(1, 6):
         device.launch(lambda step=step: loss.fill_(step))  # type: ignore[misc]
         reporter.step(step, {"loss": loss})

@@ -59,7 +59,7 @@ def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
     modules = preload.modules(f"{file}:job", "gloo")
     assert modules[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
     assert "sklearn.datasets" in modules
-    assert "raydist.training.loop" not in modules
+    assert "raydist.training.fit" not in modules
 
 
 def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:
