@@ -216,6 +216,12 @@ class Blocks(nn.Module):
         self.last = nn.Linear(16, 3)
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.first
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.last
+
     def forward(self, inputs: torch.Tensor) -> Any:
         hidden = self.norm(self.first(inputs))
         for block in self.blocks:
@@ -243,7 +249,7 @@ def divided(config: Any, struck: tuple[Fault, ...] = (), made: Any = Blocks) -> 
     "words",
     [
         ("parallel=fsdp",),
-        ("parallel=fsdp", "checkpoint.every=6", "train.gc=10"),
+        ("parallel=fsdp", "checkpoint.every=6", "train.gc=10", "train.loss_chunks=2"),
         ("parallel=hsdp", "parallel.shard=2"),
         ("parallel=fsdp", "parallel.tp=2"),
         ("parallel=tp",),
