@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,8 @@ class Terminal:
         self.process = start([sys.executable, "-c", TAKE_TERMINAL, *argv], **streams, **options)
         self.bytes = bytearray()
         self._closed = False
+        self._reading = threading.Lock()
+        """Held from the read of some bytes until `bytes` has them."""
         self._thread = threading.Thread(target=self._read, daemon=True)
         if reads:
             self._thread.start()
@@ -58,8 +61,12 @@ class Terminal:
     def _read(self) -> None:
         # Not in `read`, which would keep the window open after `close`.
         while not self._closed:
-            if select.select([self._ours], [], [], LOOK_S)[0]:
-                self.bytes += os.read(self._ours, 1 << 16)
+            if self._is_readable(LOOK_S):
+                with self._reading:
+                    self.bytes += os.read(self._ours, 1 << 16)
+
+    def _is_readable(self, within_s: float) -> bool:
+        return bool(select.select([self._ours], [], [], within_s)[0])
 
     @property
     def shown(self) -> str:
@@ -99,8 +106,14 @@ class Terminal:
         os.close(self._ours)
 
     def wait(self) -> int:
-        """Return its exit code."""
-        return self.process.wait(LIMIT_S)
+        """Return its exit code, once what it wrote last has been read."""
+        code = self.process.wait(LIMIT_S)
+        while self._thread.ident is not None and not self._closed:
+            with self._reading:
+                if not self._is_readable(0):
+                    break
+            time.sleep(0.01)
+        return code
 
     def __enter__(self) -> Terminal:
         return self
