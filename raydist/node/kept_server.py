@@ -93,9 +93,9 @@ def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[
     if (
         warm_server is not None
         and warm_server.heritage == heritage()
-        and (there := Path(warm_server.folder)).exists()  # it may have ended since
+        and os.path.exists(warm_server.folder)  # it may have ended since
     ):
-        place = there
+        place = Path(warm_server.folder)
     elif request.start == "fork" and (own := obtain(request.threads, request.env, request.keep_s)):
         place = own.folder
     else:

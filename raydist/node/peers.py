@@ -106,17 +106,17 @@ async def call_peer(
         return Trip("refused", "connection refused")
     except OSError as error:
         return Trip("unreachable" if error.errno in UNREACHABLE else "broken", error_text(error))
+    pings = ping(reader, writer, secret, clock)
+    fastest: tuple[float, float] | None = None
     try:
-        try:
-            fastest = await asyncio.wait_for(ping(reader, writer, secret, clock), BUSY * timeout)
-        except (asyncio.TimeoutError, TimeoutError):
-            return Trip("silent", f"connected, then no answer within {BUSY * timeout:g} s")
-        try:
-            await asyncio.wait_for(send_request(reader, writer, bytes(PAYLOAD)), timeout)
-        except (asyncio.TimeoutError, TimeoutError):
-            words = f"{PAYLOAD >> 10} KiB did not come back within {timeout:g} s"
-            return Trip("stalled", words, *fastest)
+        fastest = await asyncio.wait_for(pings, BUSY * timeout)
+        await asyncio.wait_for(send_request(reader, writer, bytes(PAYLOAD)), timeout)
         return Trip("fine", "", *fastest)
+    except (asyncio.TimeoutError, TimeoutError):
+        if fastest is None:
+            return Trip("silent", f"connected, then no answer within {BUSY * timeout:g} s")
+        words = f"{PAYLOAD >> 10} KiB did not come back within {timeout:g} s"
+        return Trip("stalled", words, *fastest)
     except (OSError, EOFError) as error:
         return Trip("broken", f"connected, then {error_text(error)}")
     finally:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from raydist.shared.errors import ConfigError
 from raydist.training.blocks import named_layer
 from raydist.training.evaluation import Metric
-from raydist.training.token_loss import is_counted
+from raydist.training.token_loss import is_counted, weighed_mean
 
 
 class ChunkedLoss:
@@ -45,9 +45,7 @@ class ChunkedLoss:
         total = torch.zeros((), device=hidden.device)
         for inputs, own in zip(hidden.chunk(self.chunks, along), targets, strict=True):
             loss = checkpoint(self._of_chunk, inputs, own, use_reentrant=False)
-            # The mean over no targets is NaN, which must not reach the gradient.
-            counted = is_counted(own).sum()
-            total = total + torch.where(counted > 0, loss * counted, torch.zeros_like(loss))
+            total = total + weighed_mean(loss, is_counted(own).sum())
         return total / count
 
     def _of_chunk(self, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,14 @@ def is_counted(target: torch.Tensor) -> torch.Tensor:
     return target.ne(IGNORED) | (target.dtype is torch.uint8)
 
 
+def weighed_mean(mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return mean x weight; 0 if that is 0.
+
+    The mean over no targets is NaN: it must reach neither the loss nor the gradient.
+    """
+    return torch.where(weight > 0, mean * weight, torch.zeros_like(mean))
+
+
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss, the mean over the targets that are not IGNORED, which also counts them."""
@@ -65,12 +73,8 @@ class TokenLoss:
         return is_counted(target[..., 1:] if shifted else target).sum()
 
     def weighed(self, loss: torch.Tensor, target: Any, share: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch x its targets x `share`; 0 if it has no targets.
-
-        The mean over no targets is NaN: it must reach neither the loss nor the gradient.
-        """
-        weight = share * self.count(target)
-        return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+        """Return the loss of a batch x its targets x `share`; 0 if it has no targets."""
+        return weighed_mean(loss, share * self.count(target))
 
 
 def own_loss(loss: Any) -> OwnLoss | None:

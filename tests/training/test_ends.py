@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import TensorDataset
 
 import raydist
 from raydist.settings.config import Job, Parallel
 from raydist.training.blocks import find_blocks, find_ends
 from raydist.training.gpt import GPT
 from tests.ranks import run_ranks, succeeded
-from tests.training.test_parallel import BASE, common_losses, in_memory, next_token
+from tests.training.test_parallel import BASE, common_losses, in_memory, lines_of_bytes, next_token
 from tests.training.test_sharded import memory
 
 STEPS = 6
@@ -34,10 +33,6 @@ DIVISIONS = {
 
 def gpt(job: Job, tied: bool = False) -> list[bool]:
     """Train a GPT; return which of its parts are gathered when the last loss is computed."""
-    text = torch.randint(
-        256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8
-    )
-    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
     torch.manual_seed(0)
     model = GPT(**SIZES, tied=tied)
     whole: list[bool] = []
@@ -47,7 +42,7 @@ def gpt(job: Job, tied: bool = False) -> list[bool]:
         whole[:] = (not any(isinstance(x, DTensor) for x in each.parameters()) for each in parts)
         return next_token(scores, following)
 
-    raydist.fit(job, model=model, train=train, loss=loss)
+    raydist.fit(job, model=model, train=lines_of_bytes(), loss=loss)
     return whole
 
 

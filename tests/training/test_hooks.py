@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
 from tests.ranks import RankResult, run_ranks, succeeded
+from tests.training import test_own_loss
 
 FEATURES, CLASSES, STEPS, BATCH = 8, 4, 4, 16
 LR = 0.5
@@ -37,14 +38,11 @@ DIVISIONS = {
 }
 
 
-class Net(nn.Module):
-    """Two blocks and a head: features -> scores."""
+class Net(test_own_loss.Net):
+    """The model that tp can divide."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(2)))
-        self.head = nn.Linear(FEATURES, CLASSES)
+        super().__init__(FEATURES, CLASSES)
         self.tp_plan = {"blocks.0": "colwise", "blocks.1": "rowwise"}
 
     def forward(self, features: Tensor) -> Tensor:
@@ -53,9 +51,7 @@ class Net(nn.Module):
 
 
 def tensors() -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(0)
-    features = torch.randn(BATCH * STEPS, FEATURES, generator=drawn)
-    return features, torch.randint(CLASSES, (BATCH * STEPS,), generator=drawn)
+    return test_own_loss.tensors(BATCH * STEPS, FEATURES, CLASSES)
 
 
 def once(model: nn.Module, batch: Any) -> Tensor:

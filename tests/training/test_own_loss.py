@@ -40,11 +40,11 @@ DIVISIONS = {
 class Net(nn.Module):
     """Two blocks and a head: features -> scores."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int = FEATURES, classes: int = CLASSES) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(2)))
-        self.head = nn.Linear(FEATURES, CLASSES)
+        self.blocks = nn.Sequential(*(nn.Linear(features, features) for _ in range(2)))
+        self.head = nn.Linear(features, classes)
 
     def forward(self, features: Tensor) -> Any:
         return self.head(self.blocks(features))
@@ -94,10 +94,12 @@ class RowStream(IterableDataset[Any]):
         return (rows[index] for index in range(len(rows)))
 
 
-def tensors() -> tuple[Tensor, Tensor]:
+def tensors(
+    samples: int = BATCH * STEPS, features: int = FEATURES, classes: int = CLASSES
+) -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(0)
-    features = torch.randn(BATCH * STEPS, FEATURES, generator=drawn)
-    return features, torch.randint(CLASSES, (BATCH * STEPS,), generator=drawn)
+    inputs = torch.randn(samples, features, generator=drawn)
+    return inputs, torch.randint(classes, (samples,), generator=drawn)
 
 
 def user_dict(samples: list[Any]) -> Any:

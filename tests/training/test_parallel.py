@@ -79,11 +79,16 @@ def digits(job: Job) -> dict[str, float]:
     )
 
 
-def gpt(job: Job) -> dict[str, float]:
+def lines_of_bytes() -> TensorDataset:
+    """64 inputs of 32 bytes, each with the bytes that follow its own."""
     text = torch.randint(
         256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8
     )
-    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+    return TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+
+
+def gpt(job: Job) -> dict[str, float]:
+    train = lines_of_bytes()
     torch.manual_seed(0)
     model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
     return raydist.fit(job, model=model, train=train, loss=next_token)
@@ -372,10 +377,7 @@ class Unused(GPT):
 
 
 def unused(job: Job) -> dict[str, float]:
-    text = torch.randint(
-        256, (2049,), generator=torch.Generator().manual_seed(3), dtype=torch.uint8
-    )
-    train = TensorDataset(text[:2048].view(64, 32), text[1:].view(64, 32))
+    train = lines_of_bytes()
     torch.manual_seed(0)
     return raydist.fit(job, model=Unused(), train=train, loss=next_token)
 
