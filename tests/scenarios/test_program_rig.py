@@ -275,7 +275,7 @@ def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
 def test_its_traffic_goes_where_fabric_interface_says(
     rig: Rig, home: Path, mpi_words: list[str], interface: str, other: str
 ) -> None:
-    """8 MB of each rank; Ray's own words go over eth0. Open MPI's own TCP, MPICH's UCX over TCP, and
+    """4 MB of each rank; Ray's own words go over eth0. Open MPI's own TCP, MPICH's UCX over TCP, and
     libfabric's tcp provider."""
     (home / "lib").mkdir()
     (home / "lib/libmpi.so.12").symlink_to(DEBIANS)  # mpi4py's name for it
@@ -284,12 +284,13 @@ def test_its_traffic_goes_where_fabric_interface_says(
         rig,
         home,
         "script=sum.py",
-        "args=[1000000]",
+        "args=[500000]",
+        "env.OMPI_MCA_mpi_yield_when_idle=true",  # three hosts on the cores of one machine
         f"fabric.interface={interface}",
         *(word.replace("{home}", str(home)) for word in mpi_words),
     )
     for host, (own, others) in zip(rig.hosts, before, strict=True):
-        assert host.bytes(interface)[1] - own > 8_000_000
+        assert host.bytes(interface)[1] - own > 4_000_000
         assert host.bytes(other)[1] - others < 2_000_000
 
 
