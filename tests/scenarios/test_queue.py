@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from raydist.tools.queue import main as queue_command
 from tests.programs import HEAD, Program
+from tests.scenarios.test_kept_warm import children, idle
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
@@ -123,13 +126,21 @@ def waits(run: Program, text: str) -> None:
     run.wait_until(lambda: text in run.screen, text)
 
 
-def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(person: Person) -> None:
+def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(
+    person: Person, ray: Any
+) -> None:
     low = person.train("low", "queue.priority=low", "queue.exempt_s=0")
     low.wait_for_step(3)
+    for worker in idle(ray):  # those that Ray started with the node
+        os.kill(worker, signal.SIGKILL)
     urgent = person.train("urgent", "queue.priority=high")
     low.wait_until(lambda: bool(low.events("pause")), "the other run makes way")
     urgent.wait_for_step(1)
     waits(low, "held by urgent of")
+    (pause,) = low.events("pause")
+    (actor,) = (pid for pid, title in children(ray).items() if title.startswith("ray::NodeActor"))
+    # Its worker was started while it waited.
+    assert psutil.Process(actor).create_time() < pause["t"]
     last = person.train("last", "queue.priority=-50")
     waits(last, "held by urgent of")
     rows = person.queue()

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,8 @@ FIRST_S, LATER_S = 0.25, 1.0
 """Seconds between two checks of the first run in line, and of the later ones."""
 TRY_S = 2.0
 """Seconds in which Ray places a group that has room."""
+WORKERS_S = 60
+"""Seconds after which Ray ends the workers that a waiting run has started and not used."""
 
 
 class TurnPassed(Exception):
@@ -151,6 +153,7 @@ class QueuedTurn(Turn):
 
     def wait(self) -> None:
         last_reason = ""
+        asked = False
         began = time.monotonic()
         while not (verdict := self._look()).may_try:
             requests = {
@@ -160,6 +163,10 @@ class QueuedTurn(Turn):
             for id, request in requests.items():
                 with contextlib.suppress(Exception):  # the GCS does not answer: the next look asks
                     store.request_way(id, request)
+            if verdict.asks and not asked:
+                asked = True
+                if not (self._job.pip or self._job.working_dir):  # a runtime_env has own workers
+                    start_workers(verdict.asks)
             if (reason := why_waiting(verdict)) != last_reason:
                 self._events.add(kinds.Wait(text=f"in the queue: {reason}"))
             last_reason = reason
@@ -324,6 +331,17 @@ class QueuedTurn(Turn):
         self._entry = entry
         with contextlib.suppress(Exception):  # the GCS does not answer: the next beat writes it
             store.put_entry(entry)
+
+
+def start_workers(asked: Collection[str]) -> None:
+    """Make Ray start a worker on each node that the runs with these entries leave.
+
+    Python and Ray are imported while they leave; the actor of the run that waits begins at once.
+    """
+    with contextlib.suppress(Exception):  # the GCS does not answer: the run is slower
+        entries = store.read_all().entries
+        nodes = {node for each in entries if each.id in asked for node in each.held}
+        connect.keep_workers(dict.fromkeys(nodes, 1), WORKERS_S)
 
 
 def for_whom(entry: Entry, why: str = "") -> str:
