@@ -90,10 +90,9 @@ class Attempts:
     def lost_while_opening(self, job: Job, group: WorkerGroup, error: Exception) -> bool:
         """Return whether `error` is due to a node that was lost before this placement had ranks.
 
-        It then counts as a failed attempt: another placement follows, or the run is over. False in
-        the first placement of a run, which has nothing to continue from.
+        It then counts as a failed attempt: another placement follows, or the run is over.
         """
-        if not self._past or not (ends := lost_before_start(group, error)):
+        if not (ends := lost_before_start(group, error)):
             return False
         group.hosts.record_attempt(first_cause(ends), ())
         self._past.append(explain_failure(Attempt(ends), self._events, self.count))

@@ -167,6 +167,26 @@ def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(
     assert person.queue() == {}
 
 
+def test_an_agent_that_is_killed_before_its_ranks_begin_costs_a_restart(
+    person: Person, ray: Any
+) -> None:
+    (person.folder / "loop.py").write_text("def job():\n    return 'done'\n")
+    # Without a fork server that is kept: it imports torch first.
+    run = Program(person.folder, "job=loop.py", "scale=1x2", address=ray.address, alone=True)
+
+    def agents() -> list[int]:
+        found = children(ray).items()
+        return [pid for pid, title in found if title.startswith("ray::NodeActor")]
+
+    run.wait_until(lambda: bool(agents()), "an agent")
+    (agent,) = agents()
+    os.kill(agent, signal.SIGKILL)
+    assert run.wait() == 0, run.screen
+    (restart,) = run.events("restart")
+    assert "its node or its actor is gone" in restart["text"], restart
+    assert run.result()["status"] == "finished"
+
+
 def test_of_two_runs_the_one_makes_way_whose_stop_costs_less(person: Person) -> None:
     low = ("queue.priority=low", "queue.exempt_s=0")
     cheap = person.train("cheap", *low, size="1x1")
