@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -21,7 +20,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.leftovers import processes_of
-from tests.rig import QUICK_DEATH, CommandFailed, Host, Rig, hosts, requires_root
+from tests.rig import CommandFailed, Host, Rig, hosts, requires_root
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, requires_root]
@@ -94,12 +93,6 @@ import socket, sys
 line = socket.socket(type=socket.SOCK_DGRAM)
 for _ in range(2048):
     line.sendto(bytes(1024), (sys.argv[1], 9))
-"""
-
-NODES = """
-import json, ray
-ray.init(logging_level="ERROR")
-print(json.dumps({node["NodeManagerHostname"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}))
 """
 
 
@@ -427,66 +420,6 @@ def test_gloo_uses_the_interface_it_is_told_and_the_bytes_prove_it(
 
 
 # Ray
-
-
-def alive(host: Host) -> dict[str, str]:
-    output = host.run(["python", "-c", NODES]).stdout.splitlines()[
-        0
-    ]  # Ray's own warnings may follow
-    nodes: dict[str, str] = json.loads(output)
-    return nodes
-
-
-@pytest.mark.ray
-def test_ray_runs_on_all_hosts_sees_one_die_and_takes_it_back() -> None:
-    real = Path.home() / ".ray/auth_token"
-    before = real.exists() and real.stat()
-    with hosts(3) as rig:
-        everyone = {host.name: host.address("eth0") for host in rig.hosts}
-        rig.ray_up(cpus=1, env=QUICK_DEATH)
-        driver, lost, _ = rig.hosts
-        assert alive(driver) == alive(lost) == everyone
-
-        lost.kill()
-        remaining = {name: address for name, address in everyone.items() if name != lost.name}
-        wait_until(lambda: alive(driver) == remaining, "Ray has seen the host die", timeout=60)
-        lost.boot()
-        rig.ray_join(lost, cpus=1)
-        assert alive(lost) == everyone
-
-        stranger = driver.run(["python", "-c", NODES], env={"HOME": "/nowhere"}, check=False)
-        assert stranger.returncode != 0
-        assert "token" in stranger.stderr.lower()
-
-        rig.ray_down()
-        assert [host.processes() for host in rig.hosts] == [{}, {}, {}]
-    assert (real.exists() and real.stat()) == before
-
-
-@pytest.mark.ray
-def test_a_job_is_submitted_from_this_machine_with_the_token_only() -> None:
-    with hosts(1) as rig:
-        rig.ray_up(cpus=1, dashboard=True)
-        (head,) = rig.hosts
-        address = f"--address=http://{head.address()}:8265"
-        submit = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "job",
-            "submit",
-            address,
-            "--",
-            "hostname",
-        ]
-        answers = {}
-        for token in ((head.folder / "home/.ray/auth_token").read_text(), "wrong"):
-            env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-            answers[token] = subprocess.run(submit, env=env, capture_output=True, text=True)
-        right, wrong = answers.values()
-        assert "host0" in right.stdout.splitlines(), right.stdout + right.stderr
-        assert "host0" not in wrong.stdout.splitlines()
-        assert "AuthenticationError" in wrong.stderr
 
 
 # Nothing is left

@@ -248,7 +248,6 @@ def divided(config: Any, struck: tuple[Fault, ...] = (), made: Any = Blocks) -> 
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel=fsdp",),
         ("parallel=fsdp", "checkpoint.every=6", "train.gc=10", "train.loss_chunks=2"),
         ("parallel=hsdp", "parallel.shard=2"),
         ("parallel=fsdp", "parallel.tp=2"),
