@@ -11,6 +11,7 @@ of it.
     data.py               The order of the samples, and each rank's share of every batch
     dcp_state.py          The state of a sharded model in the form of torch's DCP, and how it is
                           filled
+    deal.py               Deals the items of a source without an index to a rank, step by step
     evaluation.py         Metrics over the test samples; each sample counts once, whatever the rank
                           count
     export.py             Writes the weights of a model, also of one that is divided, to safetensors

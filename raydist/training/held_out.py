@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
 from raydist.training import data
-from raydist.training.sources import Collate, Deal
+from raydist.training.deal import Collate, Deal
 from raydist.worker import context
 from raydist.worker.backends import Comm
 

@@ -16,118 +16,26 @@ each rank), and all end an epoch when the first of them has no full step left.
 
 from __future__ import annotations
 
-import pickle
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
-from xxhash import xxh3_64
+from torch.utils.data import default_collate
 
-from raydist.settings.config import Data, Job
+from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
 from raydist.state.snapshot_layout import State
 from raydist.state.write import unloadable
 from raydist.training import data
-from raydist.training.ray_data import split_over_ray
+from raydist.training.deal import Batch, Collate, Deal, Step, make_deal, source_kind
 from raydist.training.reshard import from_bytes, to_bytes
-from raydist.worker import context, random_state
+from raydist.worker import context
 from raydist.worker.backends import Comm
 from raydist.worker.groups import collective
 
-Batch = Any
 T = TypeVar("T")
-Collate = Callable[[list[Any]], Batch]
-
-
-class Step(NamedTuple):
-    """What a rank needs for one optimizer step."""
-
-    batches: list[Batch]
-    """The micro-batches of the step."""
-    state: State | None
-    """The state of the source after the step; None: the source is read again up to its position."""
-    mark: int
-    """A checksum of the first sample read, equal on all ranks of one stream; 0: not checked."""
-    hash: str = ""
-    """A checksum of all that was read for the step; empty: not wanted, or it has no bytes."""
-
-
-@dataclass
-class Deal(IterableDataset[Step]):
-    """The steps of one rank in one epoch, in this process or in a worker of a DataLoader."""
-
-    kind: str
-    items: Any
-    """Samples of a stream, or batches of a loader."""
-    count: int
-    """Items per step."""
-    make: Callable[[list[Any]], list[Batch]]
-    """Makes this rank's micro-batches from the items of a step."""
-    seed: tuple[int, ...]
-    stateful: bool
-    loading: Data | None = None
-    """How samples are loaded; None: the items are batches of a loader, which loads them itself."""
-    epoch: int = 0
-    begin: int = 0
-    """Items of the epoch that were used before."""
-    state: State | None = None
-    hashed: bool = False
-    """Whether the items of each step get a checksum."""
-    rest: bool = False
-    """Whether the last items make a step as well, if they are fewer than `count`."""
-
-    def __iter__(self) -> Iterator[Step]:
-        for each in epoch_setters(self.items):
-            each.set_epoch(self.epoch)
-        if self.state is not None:
-            self.items.load_state_dict(self.state)
-        passed_over = self.begin if self.state is None else 0
-        at, mark = self.begin - passed_over, 0
-        with self._seeded(-1):
-            items = iter(self.items)
-        while True:
-            count = min(self.count, passed_over) or self.count
-            with self._seeded(at):
-                taken = list(islice(items, count))
-                if not taken or (len(taken) < count and not self.rest):
-                    return
-                mark = mark or checksum(taken[0])
-                batches = [] if passed_over else self.make(taken)
-            at += count
-            if passed_over:
-                passed_over -= count
-                continue
-            state = self.items.state_dict() if self.stateful else None
-            yield Step(batches, state, mark, hash_of(taken) if self.hashed else "")
-
-    def _seeded(self, at: int) -> Any:
-        return random_state.seeded(random_state.derive(*self.seed, self.epoch, at + 1))
-
-    def steps(self) -> Iterator[Step]:
-        """Return the steps of this epoch.
-
-        With `data.workers`, a worker process makes those of a stream of samples.
-        """
-        if self.loading is None:
-            return iter(self)
-        made: DataLoader[Step] = DataLoader(
-            self,
-            batch_size=None,
-            collate_fn=data.keep_batch,
-            num_workers=min(1, self.loading.workers),
-            pin_memory=self.loading.pin_memory and torch.cuda.is_available(),
-            generator=torch.Generator(),
-            multiprocessing_context=data.worker_start(self.loading.workers),
-        )
-        return iter(made)
 
 
 class Stream(data.Order):
@@ -392,85 +300,6 @@ def stream(
     return found
 
 
-def source_kind(train: Any, world_size: int) -> str:
-    """Return the kind of a source. ConfigError: `train` is not a source."""
-    if hasattr(train, "iter_torch_batches"):
-        return "ray"
-    if not hasattr(train, "__iter__"):
-        data.size_of(train, "train")  # raises the error that lists what a data set needs
-    if hasattr(train, "__next__") and not hasattr(train, "load_state_dict"):
-        raise ConfigError(
-            f"train={type(train).__name__} is an iterator, which can be read only once: give fit "
-            "the object that creates it: an IterableDataset with __iter__, or a DataLoader"
-        )
-    if not isinstance(train, IterableDataset):
-        return "loader"
-    shards = getattr(train, "num_shards", 0) if of_datasets(train) else 0
-    return "split" if world_size > 1 and shards and shards % world_size == 0 else "stream"
-
-
-def make_deal(
-    kind: str, train: Any, job: Job, order: data.Order, comm: Comm, collate: Collate
-) -> Deal:
-    """Return how a rank gets its batches from this source."""
-    own_seed = (order.seed, order.rank)
-    if kind == "stream":
-        make = partial(cut, collate, list(order.cuts()))
-        return Deal(
-            kind, train, order.global_batch, make, (order.seed,), keeps_its_place(train), job.data
-        )
-    if kind == "split":
-        part = import_module("datasets.distributed").split_dataset_by_node(
-            train, order.rank, order.world_size
-        )
-        cuts = [
-            (micro * order.portion, (micro + 1) * order.portion)
-            for micro in range(order.accumulate)
-        ]
-        count = order.portion * order.accumulate
-        return Deal(
-            kind,
-            part,
-            count,
-            partial(cut, collate, cuts),
-            own_seed,
-            keeps_its_place(train),
-            job.data,
-        )
-    if kind == "ray":
-        train = split_over_ray(train, order.rank, order.world_size, order.portion, comm)
-    return Deal(kind, train, order.accumulate, list, own_seed, keeps_its_place(train))
-
-
-def cut(collate: Collate, cuts: Sequence[tuple[int, int]], samples: list[Any]) -> list[Batch]:
-    """Collate the samples at these ranges into micro-batches."""
-    return [collate(samples[first:last]) for first, last in cuts]
-
-
-def keeps_its_place(train: Any) -> bool:
-    """Report whether a source has a state that reproduces the same samples.
-
-    The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that
-    resumes from it loses them (datasets, IterableDataset.state_dict).
-    """
-    if isinstance(train, IterableDataset) and of_datasets(train):
-        streams = import_module("datasets.iterable_dataset")
-        buffer = getattr(streams, "BufferShuffledExamplesIterable", None)
-        # Of a `datasets` without this class nobody knows which streams have a buffer.
-        if buffer is None or has_part(train, buffer):
-            return False
-    return hasattr(train, "state_dict") and hasattr(train, "load_state_dict")
-
-
-def has_part(stream: Any, kind: type) -> bool:
-    """Report whether a stream of Hugging Face is, or reads from, an object of this class."""
-    if isinstance(stream, list | tuple):
-        return any(has_part(each, kind) for each in stream)
-    if type(stream).__module__ != kind.__module__:
-        return False
-    return isinstance(stream, kind) or has_part([*vars(stream).values()], kind)
-
-
 def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
     """List what this source does not promise, or what it costs, in a few words each."""
     found = []
@@ -495,11 +324,6 @@ def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
     return found
 
 
-def of_datasets(train: Any) -> bool:
-    """Report whether the source comes from Hugging Face's datasets."""
-    return type(train).__module__.partition(".")[0] == "datasets"
-
-
 def length(train: Any, kind: str, found: Stream, count: int) -> int:
     """Return the steps of an epoch on the rank with the fewest; 0: unknown. A collective."""
     try:
@@ -508,45 +332,6 @@ def length(train: Any, kind: str, found: Stream, count: int) -> int:
         items = 0
     steps = found.all_of(torch.tensor([items // count]))
     return min(int(each) for each in steps)
-
-
-def epoch_setters(items: Any) -> Iterator[Any]:
-    """Yield the parts of a source that take the epoch: itself, its sampler, its data set."""
-    parts = (
-        items,
-        getattr(items, "sampler", None),
-        getattr(items, "batch_sampler", None),
-        getattr(items, "dataset", None),
-    )
-    return (each for each in parts if hasattr(each, "set_epoch"))
-
-
-def checksum(sample: Any) -> int:
-    """Return a number above 1 that is equal for equal samples; 1 for a sample without bytes."""
-    try:
-        return zlib.crc32(raw(sample)) + 2
-    except Exception:
-        return 1
-
-
-def hash_of(items: Sequence[Any]) -> str:
-    """Return a checksum of samples or batches; empty if one of them has no bytes."""
-    found = xxh3_64()
-    try:
-        for item in items:
-            found.update(raw(item))
-    except Exception:
-        return ""
-    return found.hexdigest()
-
-
-def raw(value: Any) -> bytes:
-    """Return the bytes of a sample. A tensor's pickle would contain the address of its memory."""
-    if isinstance(value, torch.Tensor):
-        return value.numpy(force=True).tobytes()
-    if isinstance(value, Mapping | list | tuple):
-        return b"".join(map(raw, value.values() if isinstance(value, Mapping) else value))
-    return pickle.dumps(value)
 
 
 def gather_states(state: T, comm: Comm) -> list[T]:

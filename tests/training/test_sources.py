@@ -23,7 +23,7 @@ import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
-from raydist.training import sources, waits
+from raydist.training import deal, waits
 from raydist.worker import context
 from tests.ranks import run_ranks, succeeded
 from tests.training.test_sharded import memory
@@ -348,11 +348,11 @@ def test_a_shuffle_buffer_is_found_in_every_part_of_a_stream(
 
     plain, shuffled = streaming(4), streaming(4, 20)
     mixed = datasets.interleave_datasets([plain, shuffled.take(8)])
-    assert sources.keeps_its_place(plain.map(dict))
-    assert not any(map(sources.keeps_its_place, (shuffled, shuffled.map(dict), mixed)))
+    assert deal.keeps_its_place(plain.map(dict))
+    assert not any(map(deal.keeps_its_place, (shuffled, shuffled.map(dict), mixed)))
     # A version that calls the buffer otherwise.
     monkeypatch.delattr(iterable_dataset, "BufferShuffledExamplesIterable")
-    assert not sources.keeps_its_place(plain)
+    assert not deal.keeps_its_place(plain)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -560,8 +560,8 @@ def test_the_rank_that_waits_for_data_is_named(tmp_path: Path) -> None:
 
 def test_each_step_of_a_stream_has_the_checksum_of_what_was_read() -> None:
     def hashes(items: Any, **also: Any) -> list[str]:
-        deal = sources.Deal("stream", items, 4, lambda taken: [taken], (0,), False, **also)
-        return [step.hash for step in islice(deal, 6)]
+        dealt = deal.Deal("stream", items, 4, lambda taken: [taken], (0,), False, **also)
+        return [step.hash for step in islice(dealt, 6)]
 
     first = hashes(Shuffled(), hashed=True)
     assert len({*first}) == 6
