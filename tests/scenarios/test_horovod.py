@@ -89,6 +89,36 @@ def test_every_way_of_training_gives_ddps_losses(tmp_path: Path, changed: dict[s
     assert results[1].losses == pytest.approx(wanted[1].losses, abs=1e-4)
 
 
+def padded(job: Job) -> dict[str, float]:
+    """Train a small language model on rows of which some are mostly padding."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(9, (48, 8), generator=generator)
+    lengths = torch.randint(1, 8, (48, 1), generator=generator) ** 2 // 7 + 1
+    labels = tokens.roll(-1, 1).masked_fill(torch.arange(8) >= lengths, -100)
+    net = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 9))
+
+    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    data = TensorDataset(tokens, labels)
+    return raydist.fit(job, model=net, train=data, test=data, loss=loss)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_target_weighs_the_same_as_under_ddp(tmp_path: Path, world: int) -> None:
+    per_token = Train(epochs=2, accumulate=2, clip=0.1, loss_per="token")
+    changed: dict[str, Any] = {"train": per_token, "optim": Optim("sgd", lr=0.5)}
+    changed["data"] = Data(global_batch=12, shuffle=False)
+    wanted = succeeded(run_ranks(world, replace(BASE, **changed), padded, tmp_path / "ddp"))
+    results = succeeded(
+        run_horovod(world, replace(HOROVOD, **changed), padded, tmp_path / "horovod")
+    )
+    for one, other in zip(wanted, results, strict=True):
+        assert len(one.losses) == 8
+        assert other.losses == pytest.approx(one.losses, abs=1e-5)
+        assert other.value == pytest.approx(one.value, abs=1e-5)
+
+
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_images_in_channels_last_order_train_as_well(tmp_path: Path, compression: str) -> None:
     def images(job: Job) -> bool:
