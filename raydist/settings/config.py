@@ -227,8 +227,9 @@ class Optim:
     args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer: optim.args.momentum=0.9."""
     fused: bool | str = one_of("auto", True, False)
-    """torch's fused optimizer, which updates all parameters in one pass. auto: where the weights
-    have the same bits, or with train.fast=true; else the last bits may differ. rmsprop has none."""
+    """torch's fused optimizer, which updates all parameters in one pass. auto: adam and adamw on
+    GPUs, elsewhere where the weights have the same bits, or with train.fast=true; else the last
+    bits may differ. rmsprop has none."""
     schedule: str = one_of("constant", "cosine", "linear", "step", "wsd")
     """Learning rate after the warm-up: constant, cosine to 0, linear to 0, step (x0.1 after each
     third), wsd (constant, then linear to 0 in the last part of the training, `decay_ratio`)."""

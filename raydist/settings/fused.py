@@ -13,6 +13,12 @@ SHARDED = ("adam", "adamw")
 
 `_fused_sgd_` and `_fused_adagrad_` have none in torch 2.14.
 """
+ON_GPUS = ("adam", "adamw")
+"""The optimizers that are fused on GPUs by default.
+
+Their formula has the most terms, and the next best implementation (`foreach`) reads and writes all
+parameters for each of them.
+"""
 
 
 class Fused(NamedTuple):
@@ -55,6 +61,8 @@ def fused_choice(job: Job, gpus: bool) -> Fused:
         return Fused(bool(optim.fused), f"optim.fused={str(optim.fused).lower()}")
     if job.train.fast:
         return Fused(True, "train.fast=true")
+    if gpus and optim.name in ON_GPUS:
+        return Fused(True, "the default on GPUs")
     if optim.name == "sgd" and not gpus:
         bits = "weights have the same bits"
         where = (

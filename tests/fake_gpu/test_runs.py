@@ -227,16 +227,52 @@ def test_three_stages_whose_ends_share_weights_train(four: FakeGpus, tmp_path: P
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ((), {"fused": (True, "adamw: the default on GPUs"), "tf32": (False, "train.tf32=true"),
+              "search": (False, "train.cudnn_search=true")}),
+        (("optim.fused=false", "train.tf32=true", "train.cudnn_search=true"),
+         {"fused": (False, "adamw: optim.fused=false"), "tf32": (True, "train.tf32=true"),
+          "search": (True, "train.cudnn_search=true")}),
+        (("train.fast=true", "deterministic=true"),
+         {"fused": (True, "adamw: train.fast=true"), "tf32": (True, "train.fast=true"),
+          "search": (False, "deterministic=true")}),
+        (("scale.gpus=0", "train.tf32=true", "train.cudnn_search=true"),
+         {"fused": (False, "adamw: it rounds"), "tf32": (False, "no GPU"),
+          "search": (False, "no GPU")}),
+    ],
+    ids=["default", "chosen", "fast", "cpu"],
+)  # fmt: skip
+def test_the_ranks_have_the_levers_that_the_plan_lists(
+    four: FakeGpus, tmp_path: Path, words: tuple[str, ...], wanted: dict[str, tuple[bool, str]]
+) -> None:
+    words = (f"job={JOBS}:levers", *ADAMW, "group=inline", *words)
+    planned = Program(tmp_path, *words, module="raydist.tools.plan")
+    assert planned.wait(LIMIT_S) == 0, planned.screen
+    names = {"fused": "fused optimizer", "tf32": "TF32", "search": "cuDNN search"}
+    for name, (on, why) in wanted.items():
+        (line,) = (each for each in planned.screen.splitlines() if f"  {names[name]} " in each)
+        assert line.split(names[name])[1].split()[0] == ("on" if on else "off")
+        assert why in line
+    run = Program(tmp_path, *words, "watch.progress=none")
+    assert run.wait(LIMIT_S) == 0, run.screen
+    metrics = run.result()["metrics"]
+    assert {name: metrics[name] for name in wanted} == {
+        name: on for name, (on, _) in wanted.items()
+    }
+
+
 def test_adams_step_is_that_of_each_rank_after_a_restart_from_memory(
     four: FakeGpus, tmp_path: Path
 ) -> None:
-    """torch leaves it on the host, and the state of a snapshot is memory that ranks share: they
-    would count it up together, and their weights drift apart.
+    """torch leaves it on the host, unless the optimizer is fused, and the state of a snapshot is
+    memory that ranks share: they would count it up together, and their weights drift apart.
 
     Snapshots cost a hundred steps each here. Their cost on the GPU is known after four of them, so
     there is no fifth.
     """
-    words = (f"job={JOBS}:replicas", *ADAMW)
+    words = (f"job={JOBS}:replicas", *ADAMW, "optim.fused=false")
     (whole, broken) = (tmp_path / "whole", tmp_path / "broken")
     whole.mkdir()
     broken.mkdir()

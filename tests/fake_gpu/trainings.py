@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import raydist
@@ -188,6 +189,20 @@ def collectives(config: Any, other: int = -1, asleep: int = -1) -> None:
         assert ones.sum().item() == 3 * dist.get_world_size()
         raydist.report(step=step)
         time.sleep(0.05)  # the driver sees several of the steps, and knows their pace
+
+
+def levers(config: Any) -> None:
+    """Report which levers a step of the training has: a fused optimizer, TF32, cuDNN's search."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        raydist.report(
+            fused=all(group["fused"] is True for group in optimizer.param_groups),
+            tf32=torch.get_float32_matmul_precision() == "high",
+            search=torch.backends.cudnn.benchmark,
+        )
+
+    register_optimizer_step_post_hook(note)
+    raydist.fit(config, train=samples(10), loss=faults.cross_entropy, model=nn.Linear(10, 3))
 
 
 def own_gpus(config: Any) -> None:

@@ -152,6 +152,14 @@ def test_the_plan_says_of_each_lever_whether_it_is_on() -> None:
     _, of_cpu = look(Job(train=Train(fast=True)), gpus=0)
     assert not of_cpu["TF32"][0]
     assert not of_cpu["cuDNN search"][0]
+    for settings, fused, why in (
+        (Optim("adamw"), True, "adamw: the default on GPUs"),
+        (Optim("adam", args={"foreach": True}), False, "adam: optim.args chooses another"),
+        (Optim("adamw", fused=False), False, "adamw: optim.fused=false"),
+        (Optim("adagrad"), False, "adagrad: it rounds the last bits otherwise"),
+    ):
+        is_on, reason = look(Job(optim=settings))[1]["fused optimizer"]
+        assert (is_on, reason.startswith(why)) == (fused, True)
     for job, fused, why in (
         (Job(), True, "sgd: weights have the same bits"),
         (
