@@ -48,6 +48,9 @@ ASKED_S = 0.25
 """Seconds between two checks whether a run must make way. Each takes a millisecond."""
 FIRST_S, LATER_S = 0.25, 1.0
 """Seconds between two checks of the first run in line, and of the later ones."""
+LOOKING = 1 / 200
+"""Limit on the part of its time for which a waiting driver computes the order: with hundreds of runs
+a check takes milliseconds."""
 TRY_S = 2.0
 """Seconds in which Ray places a group that has room."""
 WORKERS_S = 60
@@ -155,7 +158,11 @@ class QueuedTurn(Turn):
         last_reason = ""
         asked = False
         began = time.monotonic()
-        while not (verdict := self._look()).may_try:
+        while True:
+            spent_s = time.thread_time()
+            if (verdict := self._look()).may_try:
+                break
+            spent_s = time.thread_time() - spent_s
             requests = {
                 **{id: WayRequest(for_whom(self._own, why)) for id, why in verdict.asks.items()},
                 **{id: WayRequest(for_whom(self._own), n) for id, n in verdict.shrinks.items()},
@@ -172,7 +179,8 @@ class QueuedTurn(Turn):
             last_reason = reason
             # A run before it may just be starting, and there may be room for both.
             soon = verdict.first or time.monotonic() - began < TRY_S
-            until = time.monotonic() + (FIRST_S if soon else LATER_S)
+            pause_s = max(FIRST_S if soon else LATER_S, spent_s / LOOKING)
+            until = time.monotonic() + pause_s
             while time.monotonic() < until:
                 signals.raise_again()
                 time.sleep(FIRST_S / 2)
