@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from raydist.cluster import connect, drain, placement
+from raydist.cluster.nodes import ResourceRequest
 from raydist.cluster.queue.turn import Turn, settle_queue, turn_of
 from raydist.launch import (
     inline,
@@ -31,7 +32,7 @@ from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.settings.config import Job
 from raydist.shared import kinds
-from raydist.shared.errors import as_raydist_error
+from raydist.shared.errors import ConfigError, as_raydist_error
 from raydist.shared.events import Events, Reader
 from raydist.shared.outcome import Attempt
 from raydist.shared.signals import stoppable, stopper
@@ -172,15 +173,30 @@ def attempt_placed(
 ) -> None:
     """Place the job, and attempt it there until the run is over or must leave its nodes."""
     try:
-        request = placement.resources_for(
-            job, drain.usable_nodes(job, connect.alive_nodes()), connect.node_types()
-        )
+        request = attempts.request = next_request(job, attempts.request)
         with placement_group.placed_group(
             job, request, events, turn, many.gangs if many else None
         ) as group:
             carry_out(job, group, events, attempts)
     except Exception as error:
         attempts.cut_short(as_raydist_error(error))
+
+
+def next_request(job: Job, earlier: ResourceRequest | None) -> ResourceRequest:
+    """Return the resources that the next placement of a job requests.
+
+    `earlier`: those of the placement before. If the cluster has too few nodes for the job now, or
+    none with GPUs, some were lost since then: the run waits until they are back (scale.wait_s).
+    ConfigError: it has too few for the first placement.
+    """
+    nodes = drain.usable_nodes(job, connect.alive_nodes())
+    try:
+        request = placement.resources_for(job, nodes, connect.node_types())
+    except ConfigError:
+        if earlier is None:
+            raise
+        return earlier
+    return request if earlier is None or request.backend == earlier.backend else earlier
 
 
 def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: bool) -> Attempt:

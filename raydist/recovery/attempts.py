@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from raydist.cluster.nodes import ResourceRequest
 from raydist.launch import mpi, run_storage
 from raydist.launch.changes import Changes
 from raydist.launch.deputies import Deputies
@@ -45,6 +46,8 @@ class Attempts:
         """`deputies`: who tells if this machine is lost; None if nobody."""
         self.outcome: Attempt | None = None
         """The last attempt, which contains the earlier ones; None until the run is over."""
+        self.request: ResourceRequest | None = None
+        """What the last placement of the run has requested; None before the first."""
         self._call = call
         self._events = events
         self._deputies = deputies

@@ -170,21 +170,41 @@ def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(
 def test_an_agent_that_is_killed_before_its_ranks_begin_costs_a_restart(
     person: Person, ray: Any
 ) -> None:
-    (person.folder / "loop.py").write_text("def job():\n    return 'done'\n")
-    # Without a fork server that is kept: it imports torch first.
-    run = Program(person.folder, "job=loop.py", "scale=1x2", address=ray.address, alone=True)
-
-    def agents() -> list[int]:
-        found = children(ray).items()
-        return [pid for pid, title in found if title.startswith("ray::NodeActor")]
-
-    run.wait_until(lambda: bool(agents()), "an agent")
-    (agent,) = agents()
+    run = slow_to_open(person, ray, "1x2")
+    (agent,) = agents(ray)
     os.kill(agent, signal.SIGKILL)
     assert run.wait() == 0, run.screen
     (restart,) = run.events("restart")
     assert "its node or its actor is gone" in restart["text"], restart
-    assert run.result()["status"] == "finished"
+
+
+@pytest.mark.parametrize("words", [("queue=on",), ("queue=off",)], ids=" ".join)
+def test_a_node_that_is_lost_before_the_ranks_begin_is_waited_for(
+    person: Person, ray: Any, words: tuple[str, ...]
+) -> None:
+    node = ray.add_node(num_cpus=2)
+    run = slow_to_open(person, ray, "2x2", *words)
+    ray.remove_node(node)
+    waits(run, "waiting for 1 more node with 2 CPU")
+    ray.remove_node(ray.add_node(num_cpus=1))  # one that is of no use
+    node = ray.add_node(num_cpus=2)
+    assert run.wait() == 0, run.screen
+    assert len(run.events("restart")) == 1
+    ray.remove_node(node)
+
+
+def slow_to_open(person: Person, ray: Any, size: str, *words: str) -> Program:
+    """Start a run whose fork servers import torch first, and wait for an agent."""
+    (person.folder / "loop.py").write_text("def job():\n    return 'done'\n")
+    command = ("job=loop.py", f"scale={size}", *words)
+    run = Program(person.folder, *command, address=ray.address, alone=True)
+    run.wait_until(lambda: bool(agents(ray)), "an agent")
+    return run
+
+
+def agents(ray: Any) -> list[int]:
+    """Return the process ids of the agents on the first node."""
+    return [pid for pid, title in children(ray).items() if title.startswith("ray::NodeActor")]
 
 
 def test_of_two_runs_the_one_makes_way_whose_stop_costs_less(person: Person) -> None:

@@ -49,8 +49,8 @@ ASKED_S = 0.25
 FIRST_S, LATER_S = 0.25, 1.0
 """Seconds between two checks of the first run in line, and of the later ones."""
 LOOKING = 1 / 200
-"""Limit on the part of its time for which a waiting driver computes the order: with hundreds of runs
-a check takes milliseconds."""
+"""Limit on the part of its time for which a waiting driver computes the order: with hundreds of
+runs a check takes milliseconds."""
 TRY_S = 2.0
 """Seconds in which Ray places a group that has room."""
 WORKERS_S = 60
