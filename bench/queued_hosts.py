@@ -47,6 +47,8 @@ QUEUE = ("queue=on", "queue.exempt_s=0", "scale.wait_s=200")
 SIZES = {"one": "scale=1x2", "two": "scale=2x2", "elastic": "scale=1..2x2"}
 HOST_AWAY_S = 12.0
 """Seconds until a host that has lost its power boots and joins Ray."""
+LONG_S = 2.0
+"""Seconds with room for the first in line after which the state of the queue is printed."""
 ROUND_S = 400.0
 """Limit on a round."""
 WATCH = """
@@ -196,7 +198,10 @@ class Storm:
                 self.strike()
             self.repair(now)
             idle_since = (idle_since or now) if self.watch.idle({*self.stopped}) else 0.0
-            idle_s = max(idle_s, now - idle_since if idle_since else 0.0)
+            here_s = now - idle_since if idle_since else 0.0
+            if idle_s < LONG_S <= here_s:
+                print(f"room for {here_s:.1f} s: {self.watch.newest} {self.hits}", flush=True)
+            idle_s = max(idle_s, here_s)
             assert now - began < ROUND_S, self.report()
             time.sleep(0.05)
         return idle_s
