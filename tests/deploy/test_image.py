@@ -238,6 +238,7 @@ def test_two_machines_with_fewer_rights(
     rig: Rig, folder: Path, user: str, methods: list[str]
 ) -> None:
     """And the program of test_two_containers_by_hand, by one command."""
+    shell(rig.hosts[0], typed("chown 12345").replace("12345", user), folder)
     for host, name in zip(rig.hosts, ("head", "worker"), strict=True):
         line = typed(f"docker run --detach --name {name}")
         assert "--user 12345" in line

@@ -57,7 +57,7 @@ lock_type = "file"
 
 LACKING = [
     name
-    for name in ("podman", "runc", "catatonit", "podman-compose", "debootstrap")
+    for name in ("podman", "runc", "iptables", "catatonit", "podman-compose", "debootstrap")
     if not shutil.which(name)
 ]
 """The Debian packages that these hosts need and this machine lacks."""
