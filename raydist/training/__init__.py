@@ -25,6 +25,7 @@ of it.
                           evenly
     held_out.py           The test samples of a rank in batches, of a data set or a stream; each
                           counts once
+    hf_stages.py          Cuts a model of transformers into the stages of a pipeline
     hooks.py              The functions of a job that raydist.fit calls by name, and the check that
                           it can
     loop.py               The training loop: epochs, evaluation, checkpoints, resume, reports

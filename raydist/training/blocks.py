@@ -77,6 +77,11 @@ def named_layer(model: nn.Module, method: str) -> nn.Module | None:
     return layer
 
 
+def of_transformers(model: nn.Module) -> bool:
+    """Report whether a model is one of transformers, as it is or of a class made from it."""
+    return any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
+
+
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:
     return module.parameters(recurse=False)
 

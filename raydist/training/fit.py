@@ -17,6 +17,7 @@ from raydist.settings.mesh import check_chunks, mesh_shape
 from raydist.shared.errors import ConfigError, RaydistError, nearest
 from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
+from raydist.training.blocks import of_transformers
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
 from raydist.training.evaluation import Metric
 from raydist.training.held_out import held_out
@@ -110,11 +111,12 @@ def fit(
     is neither a map-style Dataset nor a stream, or a stream that differs among ranks; the samples
     do not fill one optimizer step; the global batch cannot be divided among the ranks;
     `checkpoint.best` names an unknown metric; `model=` names no model;
-    the checkpoint does not fit the model; there is no `loss`, but a pipeline; `train_step` or a
-    hook cannot be called like this, or there is `loss` beside `train_step`. RaydistError: called
-    outside a run, the ranks found different checkpoints, or there is no `loss` and the model or
-    `train_step` returns none; NonFiniteError, a class of it: `train.nan=end` ends the training.
-    What `model`, `loss`, `train_step`, a hook, a metric or a data set raises is passed on.
+    the checkpoint does not fit the model; there is no `loss`, but a pipeline, and the model is none
+    of transformers; `train_step` or a hook cannot be called like this, or there is `loss` beside
+    `train_step`. RaydistError: called outside a run, the ranks found different checkpoints, or
+    there is no `loss` and the model or `train_step` returns none; NonFiniteError, a class of it:
+    `train.nan=end` ends the training. What `model`, `loss`, `train_step`, a hook, a metric or a
+    data set raises is passed on.
     """
     current = context.current()
     if current.comm is None:
@@ -130,10 +132,12 @@ def fit(
             comm = replace(cast("Any", comm), job=config)
         waits = DataWait(comm, me.device, config.data.workers)
         shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
-        used_loss = chosen_loss(loss, train_step, shape.pp)
+        used_loss = chosen_loss(loss, train_step)
         rank, ranks = shape.data_rank(me.rank), shape.data
         order, batches = sources.ordered(train, config, rank, ranks, collate, waits.add)
         module = model if model is not None else models.build_model(config.model)
+        if shape.pp > 1:
+            check_loss(used_loss, module, shape.pp)
         others = metrics or {}
         if (chunks := config.train.loss_chunks) > 1:
             check_chunks(config, shape, loss is None)
@@ -164,21 +168,27 @@ def fit(
         return outlive(comm, order, module, train_on)
 
 
-def chosen_loss(loss: Loss | None, train_step: TrainStep | None, stages: int) -> Loss:
+def chosen_loss(loss: Loss | None, train_step: TrainStep | None) -> Loss:
     """Return the loss of the job, or that of `train_step` or of the model.
 
-    ConfigError: the latter two need the whole model, and it is to be cut into stages; `train_step`
-    does not take a model and a batch; the job gives both.
+    ConfigError: `train_step` does not take a model and a batch; the job gives both.
     """
     check_call("train_step", train_step, "model", "batch")
     if loss is not None and train_step is not None:
         raise ConfigError("train_step= computes the loss: give raydist.fit no loss= beside it")
-    if stages > 1 and loss is None:
-        cause = "only the last stage has the output, and fit has no loss= to call there"
-        if train_step is not None:
-            cause = "train_step= calls the whole model, and each rank has one stage of it"
-        raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1")
     return loss or OwnLoss(train_step)
+
+
+def check_loss(loss: Loss, model: torch.nn.Module, stages: int) -> None:
+    """Raise ConfigError if a loss needs the whole model, and it is to be cut into stages."""
+    if not isinstance(loss, OwnLoss):
+        return
+    cause = "only the last stage has the output, and fit has no loss= to call there"
+    if loss.train_step is not None:
+        cause = "train_step= calls the whole model, and each rank has one stage of it"
+    elif of_transformers(model):
+        return  # its last stage computes its loss
+    raise ConfigError.of("parallel.pp", stages, cause, "parallel=fsdp parallel.pp=1")
 
 
 def check_best(best: str | None, metrics: Collection[str]) -> None:

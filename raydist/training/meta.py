@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from raydist.shared.errors import ConfigError
+from raydist.training.blocks import of_transformers
 from raydist.training.weights import WeightFiles, own_tensors
 from raydist.worker import random_state
 
@@ -78,8 +79,7 @@ def _way_of_transformers(model: nn.Module) -> Any:
 
     None: it is no such model. A method of this name in another model may not make all of them.
     """
-    kinds = [each.__module__.partition(".")[0] for each in type(model).__mro__]
-    return getattr(model, "_init_weights", None) if "transformers" in kinds else None
+    return getattr(model, "_init_weights", None) if of_transformers(model) else None
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:

@@ -24,7 +24,9 @@ from raydist.settings.config import Job
 from raydist.settings.mesh import check_microbatches, mesh_shape, microbatches
 from raydist.shared.errors import ConfigError
 from raydist.training import stages
+from raydist.training.hf_stages import OUTPUTS, call_of, output_with
 from raydist.training.meta import on_meta
+from raydist.training.model_call import ModelCall
 from raydist.training.optim import without_decay
 from raydist.training.parallel import ShardedComm
 from raydist.worker import context
@@ -84,6 +86,7 @@ class PipelineComm(ShardedComm):
         for whole, held in tied.items():
             if whole in here and whole in names.trained:
                 self.tied[here[whole]] = Tied(part.get_parameter(here[whole]), held, groups[held])
+                stages.keep_tied(model, whole, self.tied[here[whole]].parameter)
         for each in self.tied.values() if empty else ():
             each.take_from_first()
         pipeline = Pipeline(part, self, names)
@@ -166,18 +169,20 @@ class Pipeline(nn.Module):
         self._loss: Callable[..., torch.Tensor] | None = None
         self._train: PipelineScheduleSingle | None = None
         self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
+        self._call = call_of(part)
+        """The part's own, if it is one of a model of transformers."""
 
-    def step(
-        self,
-        inputs: Sequence[Any],
-        target: torch.Tensor,
-        loss: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
+    def step(self, call: ModelCall, loss: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Run forward and backward of a batch in micro-batches; return the sum of their losses.
 
         The loss is the mean over the pipeline's ranks: the ranks of the last stage, which have the
         loss, return a multiple of it, all others 0.
         """
+        inputs, named = self._given(call.inputs, call.named)
+        target = call.target
+        if self._call is not None:
+            whole = not isinstance(target, torch.Tensor)
+            loss, target = self._call.loss_of(loss, whole), inputs[0] if whole else target
         self._loss = loss
         if self._train is None:
             self._train = self._schedule(self.microbatches)
@@ -190,7 +195,11 @@ class Pipeline(nn.Module):
         )
         context.phase("forward")
         self._train.step(
-            *self._given(inputs), target=target if self._last else None, losses=losses, **quiet
+            *self._of_first(inputs),
+            target=target if self._last else None,
+            losses=losses,
+            **named,
+            **quiet,
         )
         if not losses:
             return torch.zeros((), device=self._comm.device)
@@ -213,29 +222,55 @@ class Pipeline(nn.Module):
             self.part, self._stage, self._stages, self._comm.device, group=self._group
         )
 
-    def _given(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _given(
+        self, inputs: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return what the first stage takes of a batch, and what each stage takes, by name."""
+        if self._call is None:
+            return inputs, named
+        tokens, others = self._call.bind(inputs, named)
+        return (tokens,), others
+
+    def _of_first(self, inputs: Sequence[Any]) -> Sequence[Any]:
         return inputs if self._stage == 0 else ()
 
     @property
     def _last(self) -> bool:
         return self._stage == self._stages - 1
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output on the ranks of the last stage, None on all others.
 
         All ranks must call it.
         """
-        shapes = [(each.shape, each.dtype) for each in inputs]
+        given, more = self._given(inputs, named)
+        shapes = [(each.shape, each.dtype) for each in (*given, *more.values())]
         # The buffers of the schedule have these shapes.
         if self._evaluate is None or self._evaluate[0] != shapes:
-            count = self.microbatches if len(inputs[0]) % self.microbatches == 0 else 1
+            count = self.microbatches if len(given[0]) % self.microbatches == 0 else 1
+            # A loss of the model's own is the mean over the whole batch.
+            count = 1 if self._call is not None else count
             self._evaluate = shapes, gpipe(self._new_stage(), count)
         with torch.no_grad():
-            return self._evaluate[1].step(*self._given(inputs))
+            output = self._evaluate[1].step(*self._of_first(given), **more)
+        return self._call.output_of(output) if self._call is not None and self._last else output
 
-    def everywhere(self, *inputs: Any) -> torch.Tensor:
-        """Return the model's output, a tensor, on all ranks. All ranks must call it."""
-        output = self(*inputs)
+    def everywhere(self, *inputs: Any, **named: Any) -> Any:
+        """Return the model's output, a tensor, on all ranks. All ranks must call it.
+
+        Of a model of transformers it is an object with `logits`, and `loss` if it has labels.
+        """
+        output = self(*inputs, **named)
+        if self._call is None:
+            return self._of_last(output)
+        has = [name for name in OUTPUTS if getattr(output, name, None) is not None]
+        found = torch.tensor([name in has for name in OUTPUTS]).to(self._comm.comm_device)
+        dist.broadcast(found, group=self._group, group_src=self._stages - 1)
+        names = [name for name, each in zip(OUTPUTS, found.tolist(), strict=True) if each]
+        return output_with({name: self._of_last(getattr(output, name, None)) for name in names})
+
+    def _of_last(self, output: Any) -> torch.Tensor:
+        """Return a tensor of the last stage on all ranks."""
         # Numbers, because torch's collectives of objects unpickle them.
         facts = torch.zeros(2 + MAX_DIMS, dtype=torch.int64)
         if self._last:

@@ -10,6 +10,8 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from raydist.shared.errors import ConfigError
+from raydist.training import hf_stages
+from raydist.training.blocks import of_transformers
 from raydist.training.evaluation import in_mode
 
 
@@ -24,40 +26,55 @@ class _Outside(fx.Tracer):
         return m not in self._entered
 
 
-def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> list[fx.GraphModule]:
+def cut_model(model: nn.Module, blocks: Sequence[nn.Module], stages: int) -> list[nn.Module]:
     """Cut a model into stages; each takes the outputs of the previous one.
 
     All stages have the model's own modules, under their names in the model. Blocks are divided
     evenly. The first stage has what comes before the blocks, the last what comes after them; what
     is between two blocks stays with the first of them. ConfigError: torch.fx cannot follow the
-    model's `forward`, or there are fewer blocks than stages.
+    model's `forward`, or a model of transformers is not made for stages, or there are fewer blocks
+    than stages.
     """
+    if of_transformers(model):
+        return hf_stages.cut_by_plan(model, blocks, _begins(model, blocks, stages))
     graph = _follow(model, blocks, stages)
     calls = [
         each
         for each in graph.nodes
         if each.op == "call_module" and model.get_submodule(each.target) in blocks
     ]
-    if len(calls) < stages:
-        cause = (
-            f"{type(model).__name__} has {len(calls)} blocks ({type(blocks[0]).__name__}), "
-            f"too few for {stages} stages"
-        )
-        raise ConfigError.of(
-            "parallel.pp", stages, cause, f"parallel.pp={len(calls)}", "parallel.blocks=CLASS"
-        )
-    begins = {calls[len(calls) * number // stages] for number in range(1, stages)}
+    names = [each.name for each in calls]
+    begins = {names[at] for at in _begins(model, blocks, stages, len(calls))[1:]}
     stage_of = {}
     stage = 0
     for node in graph.nodes:
-        stage += node in begins
+        stage += node.name in begins
         stage_of[node] = stages - 1 if node.op == "output" else stage
-    parts = [
+    parts: list[nn.Module] = [
         fx.GraphModule(model, _stage(graph.nodes, stage_of, number, stages))
         for number in range(stages)
     ]
     _save_no_more_than(model, parts)
     return parts
+
+
+def _begins(
+    model: nn.Module, blocks: Sequence[nn.Module], stages: int, calls: int | None = None
+) -> list[int]:
+    """Return the number of the first call of a block in each stage.
+
+    `calls`: of blocks in all; None: each is called once. ConfigError: there are too few.
+    """
+    count = len(blocks) if calls is None else calls
+    if count < stages:
+        cause = (
+            f"{type(model).__name__} has {count} blocks ({type(blocks[0]).__name__}), "
+            f"too few for {stages} stages"
+        )
+        raise ConfigError.of(
+            "parallel.pp", stages, cause, f"parallel.pp={count}", "parallel.blocks=CLASS"
+        )
+    return [count * stage // stages for stage in range(stages)]
 
 
 def _save_no_more_than(model: nn.Module, parts: Sequence[nn.Module]) -> None:
@@ -145,6 +162,12 @@ def shared(model: nn.Module, parts: Sequence[nn.Module]) -> dict[str, tuple[int,
         for name, value in model.named_parameters()
     }
     return {name: stages for name, stages in by_name.items() if len(stages) > 1}
+
+
+def keep_tied(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give the model a stage's parameter under this name, which another stage has for itself."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, parameter)
 
 
 def forget_others(model: nn.Module, part: nn.Module) -> None:

@@ -140,7 +140,7 @@ class Stepper:
         if self.model.pipeline is not None:
             parts = 1 if isinstance(self.loss, TokenLoss) else self.model.pipeline.microbatches
             weighed = partial(self._weighed, share=share / parts)
-            return self.model.pipeline.step(call.inputs, call.target, weighed)
+            return self.model.pipeline.step(call, weighed)
         context.phase("forward")
         with self.model.cast:
             output = call.output(self.model.wrapped)
