@@ -4,7 +4,7 @@ raydist's decisions are the real ones: whether it restarts (recovery.policy), ho
 hears of a hang with many ranks (recovery.deadlines), how many steps lie between two snapshots
 (training.snapshot_interval). Failures come at random, at the rate that Meta projects and in the mix
 of Llama 3, also while a run is down. What a failure costs raydist is measured by other benches or
-published; the comments at `RAYDIST` say which. Two columns show what a fixed stall would mean.
+published; the comments in `by_raydist` say which. Two columns show what a fixed stall would mean.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class Costs:
     """From then to the first step."""
     replaced_s: float = 0.0
     """In addition, if a node has to be replaced by a spare."""
-    step_s: float = 6.0
-    """Of one step; Llama 3 405B: 16 million tokens on 16,384 GPUs at 400 TFLOPS each."""
     kept_every: int = 1
     """Steps between two kept states: on average half of them are repeated."""
     kept_share: float = 0.0
@@ -65,17 +63,29 @@ def detected_by_raydist(kind: Kind, ranks: int) -> float:
     return 0.1  # bench driver
 
 
-SNAPSHOT_SHARE = 0.05
-"""What one snapshot takes of a step, an assumption: bench keeping measures it on GPUs."""
-RAYDIST = Costs(
-    detected_s=detected_by_raydist,
-    # bench recovery: 0.45 s with four CPU ranks, forked again. What a GPU adds: 5 s to set up NCCL
-    # at 2,048 GPUs (published by MegaScale), 10 s for a CUDA context and the state (an assumption).
-    restarted_s=0.45 + 5.0 + 10.0,
-    replaced_s=4.1,  # bench silence: until the next step, on a spare whose server is warm
-    kept_every=spacing([SNAPSHOT_SHARE]),
-    kept_share=SNAPSHOT_SHARE / spacing([SNAPSHOT_SHARE]),
-)
+STATE_BYTES = 405e9 * 12
+"""Of all ranks: Llama 3 405B, with fp32 weights and AdamW's two moments."""
+COPIED_PER_S = 20e9
+"""Bytes that a GPU copies to its host's memory in a second, an assumption: a third of the 64 GB/s
+of PCIe 5.0 x16 in NVIDIA's data sheet of the H100. bench keeping measures it."""
+STEP_S = 6.0
+"""Of one step; Llama 3 405B: 16 million tokens on 16,384 GPUs at 400 TFLOPS each."""
+
+
+def by_raydist(ranks: int) -> Costs:
+    """Return what a failure costs raydist."""
+    snapshot_share = STATE_BYTES / ranks / COPIED_PER_S / STEP_S
+    every = spacing([snapshot_share])
+    return Costs(
+        detected_s=detected_by_raydist,
+        # bench recovery: 0.45 s with four CPU ranks, forked again. What a GPU adds: 5 s to set up
+        # NCCL at 2,048 GPUs (published by MegaScale), 10 s for a CUDA context and the state (an
+        # assumption).
+        restarted_s=0.45 + 5.0 + 10.0,
+        replaced_s=4.1,  # bench silence: until the next step, on a spare whose server is warm
+        kept_every=every,
+        kept_share=snapshot_share / every,
+    )
 
 
 def stalls(seconds: float) -> Costs:
@@ -109,12 +119,12 @@ def simulate(
     while (at := now + draw.expovariate(1 / mttf_s)) < days * 86400:
         [kind] = draw.choices([*LLAMA_3], weights=[*LLAMA_3.values()])
         if at > up_at:
-            repeated_s = draw.random() * costs.kept_every * costs.step_s
+            repeated_s = draw.random() * costs.kept_every * STEP_S
             trained_s += max(0.0, at - up_at - repeated_s)
         now = at
         up_at = at + costs.detected_s(kind, ranks) + costs.restarted_s
         up_at += costs.replaced_s if kind in ("gpu", "host") else 0.0
-        past.append(failed(kind, draw.randrange(ranks), int(trained_s / costs.step_s), at))
+        past.append(failed(kind, draw.randrange(ranks), int(trained_s / STEP_S), at))
         if rule is not None:
             decided = policy.decide(rule, past[-SEEN:])
             if isinstance(decided, policy.GiveUp):
@@ -135,12 +145,15 @@ def rows(rounds: int) -> Iterator[str]:
     """Yield the table's rows: means, because a median would hide bad months."""
     for ranks, mttf_s in MTTF_S.items():
         shares = []
-        for costs in (RAYDIST, stalls(600), stalls(180)):
+        for costs in (by_raydist(ranks), stalls(600), stalls(180)):
             done = [simulate(costs, ranks, mttf_s, DAYS, seed=seed) for seed in range(rounds)]
             shares.append(f"{sum(each.share for each in done) / rounds:.1%}")
         months = []
         for rule in (Restart(max=policy.USUAL), Restart(max=policy.usual_limit(ranks))):
-            done = [simulate(RAYDIST, ranks, mttf_s, DAYS, rule, seed) for seed in range(rounds)]
+            done = [
+                simulate(by_raydist(ranks), ranks, mttf_s, DAYS, rule, seed)
+                for seed in range(rounds)
+            ]
             months.append(f"{sum(not each.gave_up for each in done)} of {rounds}")
         yield f"| {ranks:,} | {mttf_s / 3600:.2f} h | {' | '.join([*shares, *months])} |"
 

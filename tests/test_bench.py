@@ -118,10 +118,10 @@ def test_simulated_goodput_is_what_meta_published_for_the_stalls_that_it_publish
 def test_a_month_with_16384_ranks_is_survived_by_the_default_limit_and_not_by_three() -> None:
     def run(most: int) -> goodput.Outcome:
         rule = Restart(max=most)
-        return goodput.simulate(goodput.RAYDIST, 16384, goodput.MTTF_S[16384], 30, rule)
+        return goodput.simulate(goodput.by_raydist(16384), 16384, goodput.MTTF_S[16384], 30, rule)
 
     whole, ended = run(policy.usual_limit(16384)), run(policy.USUAL)
     assert whole.gave_up == ""
     assert whole.failures > 300
-    assert whole.share > 0.98
+    assert whole.share > 0.99
     assert ended.gave_up == "4 failures within 3600 s, restart.max=3"
