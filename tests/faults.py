@@ -136,6 +136,27 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
     return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
 
 
+def compiled(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
+    """Train a small language model of 12 steps; return its final state to the last bit. Faults happen
+    in a hook: the loss is compiled."""
+    from raydist.training.gpt import GPT
+
+    add_faults(*struck)
+    tokens = torch.randint(64, (64, 17), generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    torch.manual_seed(0)
+    model = GPT(vocab=64, layers=2, width=16, heads=2, kv_heads=1, hidden=32)
+
+    def loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten())
+
+    def on_step(step: int, values: Any) -> None:
+        strike(step)
+
+    figures = raydist.fit(config, train=data, test=data, loss=loss, model=model, on_step=on_step)
+    return {"figures": figures, "weights": [each.tolist() for each in model.parameters()]}
+
+
 def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
     """Pretrain for 20 steps, then fine-tune for 10 steps with faults; return the final figures."""
     generator = torch.Generator().manual_seed(1)

@@ -167,8 +167,10 @@ def loop_levers(job: Job, gpus: bool) -> Iterator[Lever]:
         return
     fused = fused_choice(job, gpus)
     yield Lever("fused optimizer", fused.on, f"{job.optim.title}: {fused.why}")
-    why = "train.compile=true" if train.compile else "the first step takes long: train.compile=true"
-    yield Lever("torch.compile", train.compile, why)
+    why = f"train.compile={str(train.compile).lower()}"
+    if not train.compile:
+        why = "the first step takes long: train.compile=true, or less long: train.compile=blocks"
+    yield Lever("torch.compile", bool(train.compile), why)
     images = train.channels_last or (train.fast and gpus)
     name = "train.channels_last" if train.channels_last else "train.fast"
     if not images:

@@ -33,7 +33,7 @@ FUSED = ("sgd", "adam", "adamw", "adagrad")
 """The optimizers for which torch has a fused implementation, on CPUs and GPUs."""
 
 
-def one_of(default: str, *others: str | bool) -> Any:
+def one_of(default: str | bool, *others: str | bool) -> Any:
     """Define a field that accepts one of a few values."""
     return field(default=default, metadata={"choices": (default, *others)})
 
@@ -287,8 +287,9 @@ class Train:
     recompute: str = one_of("none", "blocks", "selective")
     """Activations that the backward pass computes again, to save memory. blocks: all but the input
     of each block. selective: also keep what products of matrices and attention give."""
-    compile: bool = False
-    """Use torch.compile for the model, or for each of its blocks where they are sharded."""
+    compile: bool | str = one_of(False, True, "blocks")
+    """Use torch.compile for the loss, and for the whole model. blocks: for each of its blocks, as
+    always where they are sharded; the first step is much shorter if they are alike."""
     channels_last: bool = False
     """Images in channels-last memory order; parallel=ddp only."""
     tf32: bool = False

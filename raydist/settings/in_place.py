@@ -20,7 +20,7 @@ def why_not(job: Job) -> str:
     if job.init_method != "env":
         return f"init_method={job.init_method} has a new meeting point for each attempt"
     if job.train.compile:
-        return "train.compile=true compiles for one group of ranks"
+        return f"train.compile={str(job.train.compile).lower()} compiles for one group of ranks"
     if job.snapshot.every == 0:
         return "snapshot.every=0 keeps no state in memory"
     return ""

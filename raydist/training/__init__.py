@@ -8,6 +8,8 @@ of it.
     blueprint.py          A model as the job made it, without its values, to divide it once more
     checkpointer.py       How the states of a training are kept, saved and found again, by kind of
                           model
+    compiled.py           torch.compile for the loss, and for a whole model by its blocks:
+                          train.compile
     data.py               The order of the samples, and each rank's share of every batch
     dcp_state.py          The state of a sharded model in the form of torch's DCP, and how it is
                           filled

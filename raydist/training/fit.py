@@ -19,6 +19,7 @@ from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
 from raydist.training.blocks import of_transformers
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
+from raydist.training.compiled import compiled
 from raydist.training.evaluation import Metric
 from raydist.training.held_out import held_out
 from raydist.training.hooks import Hook, Hooks, check_call
@@ -139,6 +140,10 @@ def fit(
         if shape.pp > 1:
             check_loss(used_loss, module, shape.pp)
         others = metrics or {}
+        if config.train.compile:
+            used_loss = until_end.enter_context(
+                compiled(config, module, used_loss, sharded=comm.sharded)
+            )
         if (chunks := config.train.loss_chunks) > 1:
             check_chunks(config, shape, loss is None)
             used_loss = by_chunk = until_end.enter_context(chunked_loss(module, used_loss, chunks))

@@ -108,7 +108,7 @@ class RankModel:
         """The names of the optimizer's settings in a group; what else is in it is state."""
         self.optimizer = comm.wrap_optimizer(optimizer, self.module)
         self.evaluation_model = self.pipeline or self.module
-        if job.train.compile and not comm.sharded:
+        if job.train.compile is True and not comm.sharded:
             self.wrapped.compile()
             # DDP's own forward may be a collective, so an evaluation bypasses it.
             if self.wrapped is not self.module:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +48,25 @@ def recompute(blocks: Sequence[nn.Module], how: str) -> None:
             )
             raise ConfigError.of("train.recompute", how, cause, "train.recompute=none")
         forward: Any = block.forward
-        if isinstance(forward, partial) and forward.func is checkpoint:
-            (forward,) = forward.args  # of another raydist.fit of the same job
-        more: dict[str, Any] = {} if how == "blocks" else {"context_fn": _selective}
-        again = partial(checkpoint, forward, use_reentrant=False, **more)
-        block.forward = again
+        if isinstance(forward, Recomputed):
+            forward = forward.forward  # of another raydist.fit of the same job
+        changed: Any = block
+        changed.forward = Recomputed(forward, selective=how == "selective")
+
+
+class Recomputed:
+    """The `forward` of a block that is computed again in the backward pass.
+
+    Its call has a frame of Python: torch.compile traces that, but nothing inside a bare
+    `checkpoint`. Copies of the block have copies of it.
+    """
+
+    def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
+        self.forward = forward
+        self.more: dict[str, Any] = {"context_fn": _selective} if selective else {}
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return checkpoint(self.forward, *args, use_reentrant=False, **self.more, **named)
 
 
 def _counts(module: nn.Module) -> bool:

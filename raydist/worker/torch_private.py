@@ -181,6 +181,22 @@ def forget_division(module: torch.nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
+def allow_compilations(number: int) -> None:
+    """Let torch.compile compile one function at least so often; later calls run uncompiled.
+
+    Its default is 8, for blocks of one class in all.
+    """
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, number)
+
+
+def forget_compiled(module: torch.nn.Module) -> None:
+    """Undo `module.compile()`."""
+    module._compiled_call_impl = None
+
+
 def drop_reducer(model: Any) -> None:
     """Free the buckets of a DistributedDataParallel, and its hooks in the backward pass."""
     model.reducer = model.logger = None

@@ -218,6 +218,20 @@ def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
     assert (len(first), len(last), first & last) == (7, 2, set())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["true", "blocks"])
+def test_a_compiled_model_goes_on_to_the_bit(on_ray: Path, how: str) -> None:
+    def run(*struck: Fault) -> Result[Any]:
+        words = ("scale=1x2", "group=inline", *WORDS, f"train.compile={how}")
+        return raydist.run(faults.compiled, *words, struck=struck)
+
+    whole, done = run(), run(kill(1, 6))  # in mid-epoch
+    assert len(losses(whole)) == 12
+    assert (done.values, losses(done)) == (whole.values, losses(whole))
+    (back,) = events(done, "restarted")
+    assert back["step"] in (5, 6)
+
+
 def test_a_restart_costs_no_placement_and_no_new_actor(on_ray: Path) -> None:
     done = train(struck=(kill(1, 10),), group="ray")
     phases = [event["name"] for event in events(done, "phase")]
