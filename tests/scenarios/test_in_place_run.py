@@ -98,6 +98,19 @@ def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ..
     replaced_alone(done, [{1}, {1}, {0}, {2, 3}, {0}])
 
 
+@pytest.mark.slow
+def test_ranks_that_stay_keep_the_compiled_code_of_their_blocks() -> None:
+    words = ("scale=1x2", "train.compile=blocks", "train.epochs=3")
+
+    def run(*more: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
+        return raydist.run(faults.compiled, *WORDS[1:], *words, *more, struck=struck)
+
+    alone = run()
+    done = run("restart.in_place=on", struck=(kill(1, 6), kill(0, 9, 1)))
+    assert (done.values, losses(done)) == (alone.values, losses(alone))
+    assert [event.get("kept") for event in events(done, "restarted")] == [[0], [1]]
+
+
 def replaced_alone(done: Result[Any], killed: Sequence[set[int]]) -> None:
     """Assert that ranks have kept their processes while others were killed, in each attempt."""
     ran = pids(done)
