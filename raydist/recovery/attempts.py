@@ -93,9 +93,11 @@ class Attempts:
     def lost_while_opening(self, job: Job, group: WorkerGroup, error: Exception) -> bool:
         """Return whether `error` is due to a node that was lost before this placement had ranks.
 
-        It then counts as a failed attempt: another placement follows, or the run is over.
+        It then counts as a failed attempt: another placement follows, or the run is over. In the
+        first placement, where an agent may just not be able to start, only an agent that was lost.
         """
-        if not (ends := lost_before_start(group, error)):
+        lost = bool(self._past or calls_lost(error))
+        if not lost or not (ends := lost_before_start(group, error)):
             return False
         group.hosts.record_attempt(first_cause(ends), ())
         self._past.append(explain_failure(Attempt(ends), self._events, self.count))
