@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 import threading
 import traceback
@@ -26,9 +27,25 @@ def of_all_threads() -> str:
     it does not wait for the GIL, and crashes the process if another thread runs Python code
     meanwhile (github.com/python/cpython/issues/116008).
     """
-    frames, main = sys._current_frames(), threading.main_thread().ident
+    frames, main = _current_frames(), threading.main_thread().ident
     numbers = sorted(frames, key=lambda number: number == main)
     return "\n\n".join(_stack(number, frames[number], number == main) for number in numbers) + "\n"
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread.
+
+    Up to Python 3.11 the interpreter may collect garbage meanwhile, while it holds its lock of all
+    threads. A finalizer that waits, as that of a socket does, then lets a thread run that starts
+    another one, and both wait for each other for ever (github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _stack(thread: int, innermost: FrameType, current: bool) -> str:
