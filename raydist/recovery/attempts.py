@@ -94,9 +94,9 @@ class Attempts:
         """Return whether `error` is due to a node that was lost before this placement had ranks.
 
         It then counts as a failed attempt: another placement follows, or the run is over. In the
-        first placement, where an agent may just not be able to start, only an agent that was lost.
+        first placement an agent that could not start at all, as without a package, is an error.
         """
-        lost = bool(self._past or calls_lost(error))
+        lost = bool(self._past) or actor_died(error)
         if not lost or not (ends := lost_before_start(group, error)):
             return False
         group.hosts.record_attempt(first_cause(ends), ())
@@ -272,6 +272,14 @@ def lost_before_start(group: WorkerGroup, error: Exception) -> list[End]:
     slots = group.plan.slots
     nodes = {slots[rank].node.id for rank in calls_lost(error) or group.lost_ranks()}
     return ends_of_loss(group, {slot.rank for slot in slots if slot.node.id in nodes}, error)
+
+
+def actor_died(error: Exception) -> bool:
+    """Return whether a call has failed because its actor died or cannot be reached, as Ray says."""
+    from ray.exceptions import RayActorError
+
+    found = error if isinstance(error, CallLost) else error.__cause__
+    return isinstance(found, CallLost) and isinstance(found.cause, RayActorError)
 
 
 def calls_lost(error: Exception) -> Sequence[int]:
