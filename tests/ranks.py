@@ -40,6 +40,10 @@ TESTS = ("pytest", "sklearn.datasets", "raydist.tools.plan")
 server imports them once."""
 
 
+WAIT_S = 250
+"""Limit on the seconds that ranks take: on a busy machine compiling takes minutes."""
+
+
 def start_server() -> None:
     """Start the server that forks ranks, with torch, what shards a model and what tests import
     already imported."""
@@ -119,8 +123,8 @@ def run_ranks(
         processes.append(process)
     results = [
         pickle.loads(pipe.recv_bytes())
-        if pipe.poll(100)
-        else RankResult(error="no answer in 100 s")
+        if pipe.poll(WAIT_S)
+        else RankResult(error=f"no answer in {WAIT_S} s")
         for pipe in pipes
     ]
     for process in processes:

@@ -25,7 +25,7 @@ from tests.training.test_loss_chunks import next_token, right, rows
 from tests.training.test_own_loss import Rows
 from tests.training.test_parallel import BASE, common_losses
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TASK = replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=4, grad_norm=True))
 SIZES: Any = {"width": 32, "heads": 4, "kv_heads": 2, "hidden": 96}
 
