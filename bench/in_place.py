@@ -7,15 +7,13 @@ have their code. The model is a language model of two small blocks.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import raydist
-from bench.measure import alternate
+from bench.measure import alternate, heads, row
 from bench.recovery import STEPS, recovery, strike
 
 RANKS = 4
@@ -67,16 +65,12 @@ def turn(*words: str) -> float:
 
 def main(rounds: int = 5) -> list[str]:
     """The table's rows."""
-    lines = ["| 4 ranks | in place | all forked | in place / all forked |", "|---" * 4 + "|"]
+    hows = {"in place": "on", "all forked": "off"}
+    lines = [f"| 4 ranks | {heads(hows, 'in place')} |", "|---" * 4 + "|"]
     for name, words in CASES.items():
         print(f"in_place: {name}", flush=True)
-        sides: dict[str, Callable[[], float]] = {
-            how: partial(turn, *words, f"restart.in_place={how}") for how in ("on", "off")
+        sides = {
+            side: partial(turn, *words, f"restart.in_place={how}") for side, how in hows.items()
         }
-        figures = alternate(sides, rounds)
-        here, anew = (statistics.median(figures[how]) for how in ("on", "off"))
-        ratio = statistics.median(
-            one / other for one, other in zip(figures["on"], figures["off"], strict=True)
-        )
-        lines.append(f"| {name} | {here:.2f} s | {anew:.2f} s | {ratio:.3f} |")
+        lines.append(f"| {name} | {row(alternate(sides, rounds), 'in place', 's')} |")
     return lines

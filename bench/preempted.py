@@ -166,12 +166,8 @@ def main(rounds: int = 5) -> list[str]:
     from tests.rig.slurm import Slurm
 
     with hosts(3, nics=("eth0",)) as rig, tempfile.TemporaryDirectory() as made:
-        *of_slurm, own = rig.hosts
-        slurm = Slurm(rig)
-        slurm.nodes = of_slurm[1:]
-        slurm._config = "\n".join(
-            line for line in slurm._config.splitlines() if f"NodeName={own.name} " not in line
-        ).replace("GraceTime=600", "GraceTime=0")
+        *rig.hosts, own = rig.hosts
+        slurm = Slurm(rig, grace_s=0)
         slurm.up()
         rig.hosts = [own]
         rig.ray_up(cpus=1, env={"PYTHONPATH": str(ROOT)})

@@ -62,7 +62,7 @@ ray.init(logging_level="ERROR", log_to_driver=False)
 while True:
     try:
         free = {each.host: each.free.get("CPU", 0) for each in connect.alive_nodes()}
-        line = [each for each in store.read_all().entries]
+        line = store.read_all().entries
     except Exception as error:
         print(f"watch: {error!r}", file=sys.stderr)
         free, line = {}, []

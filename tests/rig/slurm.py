@@ -68,7 +68,8 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 class Slurm:
     """A Slurm whose nodes have one CPU each."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, grace_s: int = 600) -> None:
+        """`grace_s`: what a preempted job gets until it is killed, in seconds."""
         self.login, *self.nodes = rig.hosts
         self.home = self.login.folder.parent / "home"
         self.project = self.home / "project"
@@ -83,7 +84,7 @@ class Slurm:
             login=self.login.name,
             address=self.login.address(),
             state=self.login.folder / "state",
-            grace=600,
+            grace=grace_s,
             nodes="\n".join(
                 f"NodeName={node.name} NodeAddr={node.address()} CPUs=1" for node in self.nodes
             ),
