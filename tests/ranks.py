@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first step of an optimizer imports it, 1 s in each rank
 from ray import cloudpickle
+from tqdm import tqdm
 
 from raydist.launch import preload
 from raydist.node.rendezvous import open_store
@@ -32,6 +34,9 @@ from raydist.worker import backends, context
 
 # A child of a process that has used OpenMP's threads would wait for them forever.
 torch.set_num_threads(1)
+# torch's interpreter of graphs has a progress bar. The lock that tqdm makes by itself is a semaphore
+# in /dev/shm, which a rank would leave there until this process ends.
+tqdm.set_lock(threading.RLock())
 
 SERVER = multiprocessing.get_context("forkserver")
 ROOT = Path(__file__).parents[1]

@@ -59,7 +59,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def wait(device: torch.device) -> None:
     """Wait for the current stream of a device; other threads of Python run meanwhile."""
     stream = torch.cuda.current_stream(device).cuda_stream
-    code = runtime.cudaStreamSynchronize(ctypes.c_void_p(stream))
+    with torch.cuda.device(device):  # the default streams of all devices have the same number
+        code = runtime.cudaStreamSynchronize(ctypes.c_void_p(stream))
     if code:
         text = ctypes.c_char_p(runtime.cudaGetErrorString(code)).value
         raise torch.AcceleratorError(f"CUDA error: {(text or b'').decode()}")

@@ -3,7 +3,6 @@ ranks; most of them with dynamo alone, without the code generator behind it, whi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from tqdm import tqdm
 
 import raydist
 from raydist.settings.config import Job, Optim, Parallel, Train
@@ -34,8 +32,6 @@ class Graphs:
     """A backend of torch.compile that notes the operations of each graph, and generates no code."""
 
     def __init__(self) -> None:
-        # torch's interpreter of graphs has a bar, whose own lock would outlive a rank
-        tqdm.set_lock(threading.RLock())
         self.made: list[str] = []
         self.runs: list[int] = []
         """How often each of them has run."""
