@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from raydist.training.evaluation import accuracy as accuracy
     from raydist.training.evaluation import sum_over_ranks as sum_over_ranks
     from raydist.training.fit import fit as fit
+    from raydist.training.recoverable import Recoverable as Recoverable
     from raydist.worker import checkpoint as checkpoint
     from raydist.worker.backends import process_set as process_set
     from raydist.worker.context import mesh as mesh
@@ -45,6 +46,7 @@ _HOME = {
     "LaunchError": "shared.errors",
     "NonFiniteError": "shared.errors",
     "RaydistError": "shared.errors",
+    "Recoverable": "training.recoverable",
     "Result": "reporting.result",
     "Run": "background",
     "RunFailed": "shared.errors",

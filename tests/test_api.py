@@ -48,6 +48,7 @@ GROUPS = {
     "Run a job": ("run", "submit", "Run", "sweep", "main", "Result", "End", "events", "Job"),
     "Inside a job": (
         "fit",
+        "Recoverable",
         "rank",
         "Rank",
         "report",

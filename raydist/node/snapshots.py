@@ -58,8 +58,7 @@ separate session."""
 class SnapshotBuffers:
     """The snapshot memories of one run on this node, by local rank.
 
-    They outlive the ranks, and are freed with the last agent of the run, unless they are held for
-    its next placement.
+    They outlive the ranks, and are freed with the last agent of the run.
     """
 
     run: Path
@@ -69,8 +68,6 @@ class SnapshotBuffers:
     agents: set[socket.socket] = field(default_factory=set)
     first: bool = False
     """Whether rank 0 is on this node, which then writes the last state without a request."""
-    held: bool = False
-    """Whether they outlive the last agent, because the run has made way (HeldStates)."""
 
     @classmethod
     def of_run(cls, spec: RankSpec, known: Iterable[SnapshotBuffers]) -> SnapshotBuffers:
@@ -169,18 +166,10 @@ class SnapshotBuffers:
     def release(self, agent: socket.socket) -> None:
         """Remove an agent that has gone; the memories are freed with the last one."""
         self.agents.discard(agent)
-        self.free_unused()
-
-    def free_unused(self) -> None:
-        """Free the memories if no agent uses them, and they are not held."""
-        if not self.agents and not self.held:
+        if not self.agents:
             for descriptor in self.descriptors.values():
                 os.close(descriptor)
             self.descriptors.clear()
-
-    def size(self) -> int:
-        """Return the bytes of memory that they take."""
-        return sum(512 * os.fstat(each).st_blocks for each in self.descriptors.values())
 
 
 def runs_alongside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:
@@ -278,7 +267,7 @@ def last_state(descriptors: Mapping[int, int], write: WriteCheckpoint) -> SaveRe
     request = memory.read_request(LAST_SLOT, slot)
     if checkpoint_files.is_saved(request.folder, step):
         return None
-    loss = float(memory.read(slot, clone="none")["own"]["loss"])
+    loss = memory.read(slot, clone="none")["own"]["loss"]
     drawn = (
         writer_requests.decoded(write.random)
         if step == write.step
@@ -288,5 +277,10 @@ def last_state(descriptors: Mapping[int, int], write: WriteCheckpoint) -> SaveRe
     whole = len(drawn) == request.world_size
     random = torch.stack(drawn) if whole else torch.empty(0, dtype=torch.uint8)
     return replace(
-        request, step=step, state={**request.state, "random": random}, metrics={"loss": loss}
+        request,
+        step=step,
+        state={**request.state, "random": random},
+        metrics={}
+        if loss is None
+        else {"loss": float(loss)},  # a loop of one's own may report none
     )

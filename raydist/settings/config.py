@@ -401,8 +401,8 @@ class Restart:
     """Seconds after which a failure no longer counts; null: it always counts."""
     in_place: str = one_of("off", "auto", "on")
     """Replace only a rank that was killed; the others keep their processes, go back to the last
-    snapshot, and continue with it. auto: in raydist.fit on gloo; on: refuse jobs whose ranks
-    cannot."""
+    snapshot, and continue with it. auto: in raydist.fit and raydist.Recoverable on gloo; on: refuse
+    jobs whose ranks cannot."""
 
 
 @dataclass(frozen=True)

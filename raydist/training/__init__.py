@@ -50,6 +50,8 @@ of it.
     ray_data.py           A ray.data.Dataset for raydist.fit: each rank reads its part of
                           streaming_split
     recompute.py          Activations that are computed again in the backward pass: train.recompute
+    recoverable.py        raydist.Recoverable: a loop of one's own goes back to its last state after
+                          a failure
     reshard.py            Shards or a whole state in ranks' memories, read by any number of ranks
                           with DCP
     sharded.py            Sharded states (FSDP) in memory: each rank's shards, with a copy on the

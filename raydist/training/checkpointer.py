@@ -17,7 +17,7 @@ from raydist.training import optim, sharded
 from raydist.training.dcp_state import find_shards, state_of
 from raydist.training.rank_model import RankModel
 from raydist.training.snapshot_interval import SnapshotInterval, least_steps
-from raydist.training.snapshotter import Snapshotter
+from raydist.training.snapshotter import Restored, Snapshotter
 from raydist.training.sources import saved_part
 from raydist.training.step import Stepper
 from raydist.training.training_state import FoundState, TrainingState
@@ -77,6 +77,12 @@ class WholeCheckpointer:
         self.saved_step = 0
 
     def find(self, model: RankModel) -> FoundState | None:
+        found = self.newest()
+        sharded_one = isinstance(found, SavedWhole) and found.sharded
+        return find_shards(model) if sharded_one else found
+
+    def newest(self) -> Restored | SavedWhole | None:
+        """Return the newest state in memory or on the disk; None for a new start. A collective."""
         kept = self.snapshots.find()
         if kept is not None and kept.step >= checkpoint.resumed_step():
             self.saved_step = checkpoint.resumed_step()
@@ -85,7 +91,7 @@ class WholeCheckpointer:
         if found is None:
             return None
         self.saved_step = found.step
-        return find_shards(model) if found.sharded else SavedWhole(found.path, found.meta)
+        return SavedWhole(found.path, found.meta)
 
     def begin(self, step: int) -> None:
         self.snapshots.begin(step)
@@ -104,18 +110,37 @@ class WholeCheckpointer:
         return self.snapshots.hold(state.progress.step, state.own, state.common)
 
     def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
+        self.save_parts(
+            state.progress.step,
+            state.own,
+            state.common,
+            metrics,
+            lambda: {"position": state.position(), **state.order.owns()},
+        )
+
+    def save_parts(
+        self,
+        step: int,
+        own: Callable[[], State],
+        common: Callable[[], State],
+        metrics: dict[str, float],
+        more: Callable[[], State] = dict,
+    ) -> None:
+        """Save the state of a step as a checkpoint; `own` and `common` as for Snapshotter.step.
+
+        `more`: what the checkpoint has in addition, or instead.
+        """
         self.rest()  # the previous checkpoint
-        step, model = state.progress.step, state.stepper.model
         # On all ranks: if only rank 0 kept it, its memory would soon have no step that the others
         # have, and a stop would leave a state without their random generators.
-        self.hold(state)
-        drawn = torch.stack(self.comm.gather(random_state.capture(model.device)))
-        extra = {"position": state.position(), "random": drawn, **state.order.owns()}
+        self.snapshots.hold(step, own, common)
+        drawn = torch.stack(self.comm.gather(random_state.capture(context.rank().device)))
+        extra = {**more(), "random": drawn}
         if context.rank().rank != 0 or self.snapshots.to_disk(step, extra, metrics):
             groups.wait_for_all(self.comm, lambda within_s: True)
         else:
             # No process writes for the rank: this takes until everything is saved.
-            whole = {**state.common(), **extra, "config": as_saved(self.job)}
+            whole = {**common(), **extra, "config": as_saved(self.job)}
             groups.work_in_turns(
                 self.comm, lambda: checkpoint.save(step, whole, metrics, self.job.checkpoint)
             )

@@ -15,6 +15,7 @@ from raydist.training.data import Order
 from raydist.worker import context, torch_private
 from raydist.worker.backends import Comm
 from raydist.worker.backends.ddp import DDPComm
+from raydist.worker.in_place import InPlace
 
 T = TypeVar("T")
 
@@ -34,30 +35,40 @@ def outlive(comm: Comm, order: Order, model: torch.nn.Module, train: Callable[[]
         return train()
     blueprint = Blueprint(model) if comm.sharded else None
 
-    def meet_again() -> None:
-        context.current().begin_again()
+    def begin_again() -> None:
         if blueprint is not None:
             blueprint.restore()
-        comm.meet(in_place)
-        context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
+        meet_again(comm, in_place)
 
-    return in_place.outlive(train, meet_again, lambda: no_common_state(comm))
+    return in_place.outlive(train, begin_again, lambda: no_common_state(comm))
+
+
+def meet_again(comm: DDPComm, in_place: InPlace) -> None:
+    """Begin the next attempt of the job in this process: connect to its ranks."""
+    context.current().begin_again()
+    comm.meet(in_place)
+    context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
 
 
 def unable(order: Order) -> str:
-    """Return why this training cannot begin again in the same process, empty if it can.
-
-    A new rank runs the job from its first line: it would repeat alone what the job did with all
-    ranks before this point.
-    """
+    """Return why this training cannot begin again in the same process, empty if it can."""
     if order.kind != "map":
         return "only a data set with an index can go back to an earlier sample"
+    return used_before("raydist.fit")
+
+
+def used_before(place: str) -> str:
+    """Return why the ranks cannot begin again at this place of the job, empty if they can.
+
+    A new rank runs the job from its first line: it would repeat alone what the job did with all
+    ranks before this place.
+    """
     if context.current().fits > 1:
-        return "the job was in its second raydist.fit"
+        return f"the job was in its second {place}"
     if (used := torch_private.group_use()) is None:
-        return "this torch does not say whether the job used torch.distributed before raydist.fit"
+        return f"this torch does not say whether the job used torch.distributed before {place}"
     if used != (1, 1):  # the default group, and its barrier in join()
-        return "the job used torch.distributed before raydist.fit"
+        return f"the job used torch.distributed before {place}"
     return ""
 
 

@@ -60,7 +60,7 @@ def save(
     checkpoints before it stay. An object store that cannot be reached is a warning too: the
     checkpoint is then in the run folder on rank 0's node.
     """
-    if context.rank().rank != 0:
+    if context.rank().rank != 0 or context.current().muted:
         return None
     context.phase("save")
     began, request = time.perf_counter(), save_request(step, state, metrics, settings)

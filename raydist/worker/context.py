@@ -138,6 +138,8 @@ class Context:
     """The newest step that was reported."""
     counts_anew: bool = False
     """Whether a step before the newest was reported, and the user was warned."""
+    muted: bool = False
+    """Whether reports and checkpoints are dropped: the step that makes them is not to count."""
     kept: int = 0
     """The newest step that a snapshot of this rank has; 0: there is none."""
     comm: Any = None
@@ -297,6 +299,8 @@ def emit_report(step: SupportsIndex | None, values: Mapping[str, Any], **more: A
     """Report values of a step, as `report` does. `more`: other fields of the event."""
     context = current()
     count = None if step is None else whole_step(step)
+    if context.muted:
+        return
     if count is not None:
         context.step = count
         context.beat(count, PHASES.index("end"))

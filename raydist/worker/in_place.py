@@ -43,7 +43,7 @@ CLOSED_S = 0.002
 STUCK_S = 0.5
 """Seconds within which gloo closes a connection that was broken."""
 NOT_CLOSED = "gloo did not close a broken connection"
-NOT_INSIDE = "it was not in raydist.fit"
+NOT_INSIDE = "it was not in raydist.fit, nor in the steps of raydist.Recoverable"
 
 
 class PeerLost(Exception):
@@ -185,32 +185,39 @@ class InPlace:
         `meet_again`: connects to the ranks of the next attempt. `why_not`: returns why this rank
         can't go back to the common step, empty if it can.
         """
-        with self._lock:
-            self.why_not = ""
+        self.enter()
         begin: Callable[[], None] | None = None
         while True:
             try:
                 if begin is not None:
                     begin()
                 result = train()
-                self._leave()
+                self.leave()
                 return result
             except Exception as error:
-                if not self._is_called(error):
+                if not self.is_called(error):
                     raise
-                # The frames hold the model's wrapper, the iterators of the data, and tensors.
-                traceback.clear_frames(error.__traceback__)
-            self._park(why_not())
+            self.park(why_not())
             begin = meet_again
 
-    def _leave(self) -> None:
-        """Leave `outlive`; raise PeerLost if the rank was called before."""
+    def enter(self) -> None:
+        """Begin a part of the job that can leave its step when it is called."""
+        with self._lock:
+            self.why_not = ""
+
+    def leave(self) -> None:
+        """End that part; raise PeerLost if the rank was called before."""
         with self._lock:
             if self._called.is_set():
                 raise PeerLost
             self.why_not = NOT_INSIDE
 
-    def _is_called(self, error: Exception) -> bool:
+    def check(self) -> None:
+        """Raise PeerLost if the rank was called."""
+        if self._called.is_set():
+            raise PeerLost
+
+    def is_called(self, error: Exception) -> bool:
         """Return whether to leave the step; if not, the rank fails with this error.
 
         A rank that has lost a peer often notices before the driver does.
@@ -220,9 +227,12 @@ class InPlace:
         with self._lock:
             if not self._called.is_set():
                 self.why_not = NOT_INSIDE
-            return self._called.is_set()
+                return False
+        # The frames hold the model's wrapper, the iterators of the data, and tensors.
+        traceback.clear_frames(error.__traceback__)
+        return True
 
-    def _park(self, why_not: str) -> None:
+    def park(self, why_not: str) -> None:
         """Wait for the next attempt; or to be killed, if this rank can't continue in it."""
         with self._lock:
             assert self._breaking is not None, "the rank was called"
