@@ -223,7 +223,8 @@ def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) 
     events.add(kinds.Plan(**group.plan.as_event()))
     job = settle_job(job, group.plan)
     try:
-        group.open(job, preload.of(job), warm_server.acquire(job), attempts.count)
+        warm, paused = warm_server.acquire(job), attempts.take_paused()
+        group.open(job, preload.of(job), warm, attempts.count, paused)
         network_check.check_network(group, events.warn)
     except Exception as error:
         if not attempts.lost_while_opening(job, group, error):

@@ -30,6 +30,8 @@ rendezvous, started ranks.
                           NCCL
     opened_nodes.py       The nodes of a worker group: their fork servers, and what their first
                           agents replied
+    paused_states.py      The states of a run that has made way: its nodes hold them in memory while
+                          it waits
     payload.py            Pickled functions for the ranks, and the values and exceptions that they
                           return
     placement_group.py    A worker group on the cluster: placement group, an actor per rank, node

@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from raydist.cluster.placement import Slot
+from raydist.cluster.placement import Plan, Slot
+from raydist.launch.paused_states import PausedStates
 from raydist.messages.agent import Open, Opened, ProcessId
 from raydist.messages.server import StoreKind
 from raydist.network.facts import Facts
@@ -16,9 +17,10 @@ from raydist.network.traffic import Ports
 class OpenedNodes:
     """The nodes on which agents were opened, in all attempts of a worker group."""
 
-    def __init__(self, request: Open) -> None:
-        """`request`: what is the same for all agents."""
+    def __init__(self, request: Open, paused: PausedStates | None = None) -> None:
+        """`request`: what is the same for all agents. `paused`: the states that nodes may hold."""
         self._request = request
+        self._paused = paused
         self._runs: dict[str, str] = {}
         """By node id: the name of its fork server, if the node was opened after the others."""
         self._replies: dict[str, Opened] = {}
@@ -45,6 +47,7 @@ class OpenedNodes:
                 node_id=slot.node.id,
                 node_ip=slot.node.ip,
                 lead=slot.local_rank == 0,
+                held=self._paused.server(slot) if self._paused and slot.local_rank == 0 else None,
                 store=store if slot.rank == 0 else None,
             )
             for slot in slots
@@ -55,6 +58,18 @@ class OpenedNodes:
         if slot.local_rank == 0:
             self._replies[slot.node.id] = reply
 
+    def held_key(self, plan: Plan) -> str:
+        """Return the name of the states that all nodes have held for these ranks; empty: none."""
+        if self._paused is None or not self._paused.fit(plan):
+            return ""
+        held = all(self._replies[slot.node.id].holds for slot in plan.leads)
+        return self._paused.key if held else ""
+
+    def servers(self, plan: Plan) -> dict[str, str]:
+        """Return the folder of the fork server of each node, by node id."""
+        known = {slot.node.id: self._replies.get(slot.node.id) for slot in plan.leads}
+        return {node: reply.server for node, reply in known.items() if reply is not None}
+
     def add_standby(self, promoted: Mapping[str, tuple[str, Opened]]) -> None:
         """Add nodes that were opened without ranks, as StandbyNodes.promote returns them."""
         for node, (run, reply) in promoted.items():
@@ -64,6 +79,7 @@ class OpenedNodes:
     def add_new(self, slots: Sequence[Slot]) -> None:
         """Name the fork servers of nodes that are opened after the others."""
         self._request = replace(self._request, warm_server=None)
+        self._paused = None
         for slot in slots:
             if slot.local_rank == 0:
                 self._runs[slot.node.id] = uuid.uuid4().hex[:8]

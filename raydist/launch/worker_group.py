@@ -39,6 +39,7 @@ from raydist.launch.flush import FlushNode
 from raydist.launch.hosts import Hosts
 from raydist.launch.limits import ANSWER_S, CLOSE_S, IDLE_S, NETWORK_S, OPEN_S, longest
 from raydist.launch.opened_nodes import OpenedNodes
+from raydist.launch.paused_states import PausedStates
 from raydist.launch.shard_saver import ShardSaver
 from raydist.messages.agent import (
     Close,
@@ -63,7 +64,7 @@ from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
 from raydist.settings.config import Job
-from raydist.shared import kinds
+from raydist.shared import env_names, kinds
 from raydist.shared.errors import (
     CallLost,
     ConfigError,
@@ -112,11 +113,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         modules: Sequence[str],
         warm_server: WarmServer | None = None,
         attempt: int = 0,
+        paused: PausedStates | None = None,
     ) -> None:
         """Round 1: probe all nodes, warm their fork servers, open rank 0's rendezvous store.
 
         `warm_server`: a fork server that is already starting on the driver's machine
-        (launch.warm_server). `attempt`: the number of attempts that other groups made.
+        (launch.warm_server). `attempt`: the number of attempts that other groups made. `paused`:
+        the states that nodes hold since the run made way.
         """
         began = time.time()
         file = rendezvous.rendezvous_file(job, attempt)
@@ -135,7 +138,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             ray_stays=self.hosts.ray_stays,
         )
         self._job = job
-        self.nodes = OpenedNodes(request)
+        self.nodes = OpenedNodes(request, paused)
         if self.hosts.standby is not None:
             self.hosts.standby.set_request(request)
         # Not in a later attempt: the run continues with the paths that its nodes see.
@@ -143,6 +146,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         unreachable = self._find_unreachable(files)
         store = None if file else rendezvous.store_kind(job)
         opened = self._open(range(self.plan.world_size), store)
+        if paused is not None:
+            paused.settle(used=bool(self.nodes.held_key(self.plan)))
         self._check_paths(files, [each.result(ANSWER_S * 2) for each in unreachable])
         # Nodes measure by their own clocks, which may be wrong.
         born = min(now := time.time(), max(began, *(each.born for each in opened)))
@@ -446,6 +451,15 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._kept_call = self.hosts.put(call)
         ranks = [slot.rank for slot in self.plan.leads]
         self.call_each([KeepCall(self._kept_call)] * len(ranks), ranks=ranks)
+
+    def hold_states(self) -> PausedStates:
+        """Have the nodes hold the newest states in memory: the run makes way for another one."""
+        return PausedStates(self.plan, self.call, self.nodes.servers(self.plan))
+
+    def held_variables(self) -> list[EnvVar]:
+        """Return the variable with which the ranks take the states that their nodes have held."""
+        key = self.nodes.held_key(self.plan)
+        return [EnvVar(env_names.HELD_STATES, key, "held since the run made way")] if key else []
 
     def report_network(self) -> None:
         """Report which network the run used.

@@ -32,6 +32,14 @@ class WarmServer:
 
 
 @dataclass(frozen=True)
+class HeldServer:
+    """A fork server that holds the states of a run that has made way (HoldStates)."""
+
+    key: str
+    folder: str
+
+
+@dataclass(frozen=True)
 class ProcessEnd:
     """How a process ended."""
 
@@ -93,6 +101,10 @@ class Opened:
     store: StoreAddress | None
     ports: Ports | None
     """The counters of the network ports of its node; only from the first agent of each node."""
+    holds: bool = False
+    """Whether its fork server holds the states of Open.held."""
+    server: str = ""
+    """The folder of its fork server; only from the first agent of each node."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,8 @@ class Open(Request[Opened]):
     """The subset of the modules that a persistent server imports: not the user's own files, which
     change from run to run."""
     warm_server: WarmServer | None = None
+    held: HeldServer | None = None
+    """The server to use on this node, with the run's states from before it made way."""
     ray_stays: bool = False
     """Whether the Ray of this run is not the driver's own: it outlives the run, and the fork server
     ends with it."""

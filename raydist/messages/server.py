@@ -119,6 +119,41 @@ class NewestState(ServerReply):
 
 
 @dataclass(frozen=True)
+class HoldStates(Request[None], ServerMessage):
+    """Hold the states of this run in memory when its agents have gone, for its next placement.
+
+    Without a KeepStates they are held for a minute. The agent forwards the message.
+    """
+
+    key: str
+    """The name of these states."""
+
+
+@dataclass(frozen=True)
+class KeepStates(ServerMessage):
+    """Hold these states until this connection closes.
+
+    The server closes it itself once it does not hold them any more.
+    """
+
+    key: str
+
+
+@dataclass(frozen=True)
+class FindStates(ServerMessage):
+    """Reply with StatesFound."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class StatesFound(ServerReply):
+    """Whether the server holds these states."""
+
+    ok: bool
+
+
+@dataclass(frozen=True)
 class SignalProcess(ServerMessage):
     """Send a signal to a process that was forked for this agent.
 

@@ -29,6 +29,8 @@ and ends, and keeps their snapshots when a rank dies.
     fork_server.py        The fork server of a node: a process that imports torch once and forks the
                           ranks
     gpu_faults.py         Determines by NVML whether the GPU of a silent or failed rank is broken
+    held_states.py        The states of runs that have made way, held by a fork server for their
+                          next placement
     huge_pages.py         Moves a process's memory into pages of 2 MB: it forks and its children end
                           faster
     kept_server.py        Fork servers kept on their node for later runs of the same user and Python

@@ -65,11 +65,14 @@ from raydist.messages.rank import (
 from raydist.messages.request import Request
 from raydist.messages.server import (
     BeginRun,
+    FindStates,
+    HoldStates,
     ImportModules,
     KeptSteps,
     ListSteps,
     OpenStore,
     SignalProcess,
+    StatesFound,
     StoreAddress,
     StoreOpened,
     Warm,
@@ -180,6 +183,8 @@ class RankAgent:
                 return await self.flush(request)
             case ListSteps():
                 return await self._server.ask(request, KeptSteps)
+            case HoldStates():
+                return self._server.send(request)
             case ListShards() | WriteShards() | CommitShards() | DropShards() | ReadRandomStates():
                 if self._writer is None or self._process is None:
                     return None
@@ -229,12 +234,19 @@ class RankAgent:
             if facts and request.store
             else None
         )
+        holds = (
+            request.lead
+            and request.held is not None
+            and (await self._server.ask(FindStates(request.held.key), StatesFound)).ok
+        )
         return Opened(
             facts=facts,
             born=self.born,
             warm=warm,
             store=opened,
             ports=counters.read_counters() if request.lead else None,
+            holds=holds,
+            server=str((place / "fork").resolve().parent) if request.lead else "",
         )
 
     async def open_store(self, request: OpenStore) -> StoreAddress:

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -17,9 +17,12 @@ from raydist.messages.server import (
     CommandSpec,
     Ended,
     Failed,
+    FindStates,
     Forked,
     GetNewestState,
+    HoldStates,
     InFile,
+    KeepStates,
     KeptSteps,
     ListSteps,
     LookAtModel,
@@ -30,6 +33,7 @@ from raydist.messages.server import (
     ProgramSpec,
     RankSpec,
     SignalProcess,
+    StatesFound,
     WriteCheckpoint,
 )
 from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
@@ -42,6 +46,7 @@ from raydist.messages.writer import (
     WriteShards,
 )
 from raydist.node import huge_pages, mpi_segments, spawn
+from raydist.node.held_states import CHECK_S, HeldStates
 from raydist.node.processes import (
     end_children,
     end_session,
@@ -55,6 +60,7 @@ from raydist.node.processes import (
 from raydist.node.recorded_end import record_end
 from raydist.node.rendezvous import store_process
 from raydist.node.snapshots import SnapshotBuffers, ends_save, run_writer, write_checkpoint
+from raydist.shared import env_names
 from raydist.worker import main as rank_main
 
 DESCRIPTORS = 16
@@ -106,6 +112,7 @@ class AgentServer:
     """Agents that have disconnected and still have living processes."""
     memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
     """By agent: the snapshot memories of its ranks."""
+    held: HeldStates = field(default_factory=HeldStates)
     mpi_since: float | None = None
     """When the run's first MPI program started, in seconds since the epoch."""
     forks: int = 0
@@ -122,14 +129,15 @@ class AgentServer:
         self.watch(wake, lambda: os.read(wake, 512))
         while True:
             addresses = None if self.children else self.huge_page_addresses
-            ready = self.selector.select(0 if addresses else self.idle_limit())
+            ready = self.selector.select(0 if addresses else self.patience())
             if not ready and addresses:
                 if address := next(addresses, None):
                     huge_pages.collapse(address)
                 else:
                     self.huge_page_addresses = None
                 continue
-            if not ready and not self.agents() and not self.children:
+            self.drop_unwanted_states()
+            if not ready and not self.agents() and not self.children and not self.held:
                 self.end_all()
                 return
             for key, _ in ready:
@@ -144,6 +152,22 @@ class AgentServer:
     def idle_limit(self) -> float | None:
         """Return the seconds without an agent after which the server ends; None: never."""
         return self.idle_s
+
+    def patience(self) -> float | None:
+        """Return the seconds to wait for a message; None: until there is one."""
+        limit = self.idle_limit()
+        return limit if not self.held else min(CHECK_S, limit or CHECK_S)
+
+    def drop_unwanted_states(self) -> None:
+        """Free the held states that nobody wants any more, and tell their keepers."""
+        if self.held:
+            self.dismiss(self.held.drop_unwanted())
+
+    def dismiss(self, keepers: Collection[socket.socket]) -> None:
+        """Close the connections of keepers, who then end."""
+        for keeper in keepers:
+            self.selector.unregister(keeper)
+            keeper.close()
 
     def watch(self, source: int | socket.socket, handle: Callable[[], object]) -> None:
         self.selector.register(source, selectors.EVENT_READ, handle)
@@ -234,6 +258,14 @@ class AgentServer:
             case ListSteps(ranks):
                 own = self.memories.get(agent)
                 send_message(agent, KeptSteps(own.common_steps(ranks) if own else []), number)
+            case HoldStates(key):
+                if memories := self.memories.get(agent):
+                    self.held.hold(key, memories)
+            case KeepStates(key):
+                if not self.held.keep(key, agent):
+                    self.disconnect(agent)
+            case FindStates(key):
+                send_message(agent, StatesFound(self.held.find(key)), number)
             case GetNewestState(run):
                 held = [
                     each.newest_step() for each in self.memories.values() if str(each.run) == run
@@ -257,6 +289,7 @@ class AgentServer:
         """
         self.selector.unregister(agent)
         self.leaving_agents.add(agent)
+        self.held.leave(agent)
         for pid, child in self.children.items():
             if child.agent is agent and child.serial:
                 kill(pid, signal.SIGKILL)
@@ -264,7 +297,7 @@ class AgentServer:
     def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
         if len(fds) < 3:
             raise ValueError("a rank needs a log, a channel and a heartbeat")
-        memories = self.memories[agent] = SnapshotBuffers.of_run(spec, self.memories.values())
+        memories = self.memories[agent] = self.memories_of(spec)
         fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
         # The loader read it when this process started: a fork can't change it.
         libraries = spec.env.get("LD_LIBRARY_PATH")
@@ -281,6 +314,18 @@ class AgentServer:
             rank_main.run_rank(spec, rank_main.RankFiles(*fds))
 
         return self.fork(become_rank)
+
+    def memories_of(self, spec: RankSpec) -> SnapshotBuffers:
+        """Return the memories of the run of a rank: known, held since it made way, or new."""
+        run = SnapshotBuffers.of_run(spec, self.memories.values())
+        if run.agents or (key := spec.env.get(env_names.HELD_STATES)) is None:
+            return run
+        held, keepers = self.held.take(key)
+        self.dismiss(keepers)
+        if held is None:
+            return run
+        held.run, held.checkpoints, held.first = run.run, run.checkpoints, False
+        return held
 
     def fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that calls `become` and that SIGTERM ends; return its pid."""
@@ -311,7 +356,8 @@ class AgentServer:
         # hold it open.
         fds = [key.fd for key in self.selector.get_map().values()]
         beats = [child.beat for child in self.children.values()]
-        for fd in [*fds, *beats, *(agent.fileno() for agent in self.leaving_agents)]:
+        leaving = [agent.fileno() for agent in self.leaving_agents]
+        for fd in [*fds, *beats, *leaving, *self.held.descriptors()]:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.selector.close()
@@ -377,7 +423,7 @@ class AgentServer:
         Calls `report_progress` whenever the children have made progress: a large state takes
         minutes to write.
         """
-        for agent in self.agents():
+        for agent in {*self.agents()} - self.held.keepers:
             self.disconnect(agent)
         done: dict[int, tuple[float, int]] = {}
         look_at = time.monotonic()

@@ -28,6 +28,7 @@ from raydist.messages.server import (
     Claim,
     Claimed,
     ImportModules,
+    KeepStates,
     Pong,
     ServerMessage,
 )
@@ -87,7 +88,8 @@ def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[
     """Return the run's fork server, its folder, and the modules that it has to import.
 
     The server is None if the agents do not own it. The choice is the driver's server, if a rank
-    would inherit the same from it; else one that stays on the node; else a new one in `folder`.
+    would inherit the same from it; else that which holds the run's states; else another one that
+    stays on the node; else a new one in `folder`.
     """
     warm_server, own = request.warm_server, None
     if (
@@ -96,7 +98,10 @@ def choose(request: Open, folder: Path) -> tuple[ForkServer | None, Path, tuple[
         and os.path.exists(warm_server.folder)  # it may have ended since
     ):
         place = Path(warm_server.folder)
-    elif request.start == "fork" and (own := obtain(request.threads, request.env, request.keep_s)):
+    elif request.start == "fork" and (
+        own := (claim(Path(request.held.folder)) if request.held else None)
+        or obtain(request.threads, request.env, request.keep_s)
+    ):
         place = own.folder
     else:
         return (
@@ -212,6 +217,14 @@ def ask(folder: Path, *messages: ServerMessage, descriptors: Sequence[int] = ())
         except (OSError, ValueError):
             pass
     return None
+
+
+def keep_states(folder: str, key: str) -> None:
+    """Have the server of a folder hold these states until this process ends, or it drops them."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, contextlib.suppress(OSError):
+        sock.connect(str(Path(folder) / "fork"))
+        sock.send(encode(KeepStates(key)))
+        sock.recv(1)
 
 
 def tell(folder: Path, message: ServerMessage) -> None:

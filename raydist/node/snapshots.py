@@ -58,7 +58,8 @@ separate session."""
 class SnapshotBuffers:
     """The snapshot memories of one run on this node, by local rank.
 
-    They outlive the ranks, and are freed with the last agent of the run.
+    They outlive the ranks, and are freed with the last agent of the run, unless they are held for
+    its next placement.
     """
 
     run: Path
@@ -68,6 +69,8 @@ class SnapshotBuffers:
     agents: set[socket.socket] = field(default_factory=set)
     first: bool = False
     """Whether rank 0 is on this node, which then writes the last state without a request."""
+    held: bool = False
+    """Whether they outlive the last agent, because the run has made way (HeldStates)."""
 
     @classmethod
     def of_run(cls, spec: RankSpec, known: Iterable[SnapshotBuffers]) -> SnapshotBuffers:
@@ -166,10 +169,18 @@ class SnapshotBuffers:
     def release(self, agent: socket.socket) -> None:
         """Remove an agent that has gone; the memories are freed with the last one."""
         self.agents.discard(agent)
-        if not self.agents:
+        self.free_unused()
+
+    def free_unused(self) -> None:
+        """Free the memories if no agent uses them, and they are not held."""
+        if not self.agents and not self.held:
             for descriptor in self.descriptors.values():
                 os.close(descriptor)
             self.descriptors.clear()
+
+    def size(self) -> int:
+        """Return the bytes of memory that they take."""
+        return sum(512 * os.fstat(each).st_blocks for each in self.descriptors.values())
 
 
 def runs_alongside_ranks(request: WriteCheckpoint | ShardsRequest) -> bool:

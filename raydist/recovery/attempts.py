@@ -12,6 +12,7 @@ from raydist.cluster.nodes import ResourceRequest
 from raydist.launch import mpi, run_storage
 from raydist.launch.changes import Changes
 from raydist.launch.deputies import Deputies
+from raydist.launch.paused_states import PausedStates
 from raydist.launch.payload import RemoteCall, unpack_all
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network import variables as network_variables
@@ -55,6 +56,8 @@ class Attempts:
         self._past: list[Attempt] = []
         self._elsewhere: Retry | None = None
         """The retry for which the job gets a new placement; None in the first one."""
+        self._paused: PausedStates | None = None
+        """The states that nodes hold while the run waits, because it has made way."""
         self._why_unwritten = ""
         """Why no agent could have the last state written."""
         self._unwritten_step: int | None = None
@@ -65,6 +68,11 @@ class Attempts:
     def changes(self) -> Changes:
         """The settings that were changed in the run."""
         return self._checkpoints.changes
+
+    def take_paused(self) -> PausedStates | None:
+        """Return the states that nodes hold since the run made way, for one placement."""
+        paused, self._paused = self._paused, None
+        return paused
 
     @property
     def count(self) -> int:
@@ -116,6 +124,8 @@ class Attempts:
         A fork server that lost its agents has the last state written.
         """
         assert self.outcome is not None, "the run is not over"
+        if paused := self.take_paused():
+            paused.settle(used=False)
         left_alone = any(end.how == "lost" or end.silent for end in self.outcome.ends)
         wait_s = SAVED_S if self._why_unwritten else 0.0
         found = left_alone and self._checkpoints.report_saved(
@@ -179,6 +189,8 @@ class Attempts:
         else:
             self._events.add(retry.as_event(job.restart))
         self._flush(group)
+        if last.made_way:
+            self._paused = group.hold_states()
 
     def _flush(self, group: WorkerGroup) -> None:
         group.finish_saves()
@@ -342,6 +354,6 @@ def rank_variables(job: Job, group: WorkerGroup, resume: list[EnvVar]) -> list[l
                 f"resume={variable.value}", f"{variable.value}/meta.json", "each rank reads it"
             )
     return [
-        [*own, *resume]
+        [*own, *resume, *group.held_variables()]
         for own in network_variables.plan_variables(job, group.plan, group.facts, group.rendezvous)
     ]

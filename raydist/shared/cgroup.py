@@ -51,3 +51,14 @@ def left_in(group: Path) -> int | None:
     names = ("inactive_file", "active_file")  # in v1 total_ includes the nested groups
     cached = sum(counter(stat, f"total_{name}") or counter(stat, name) or 0 for name in names)
     return limit - max(0, int(used) - cached)
+
+
+def memory_left(root: Path = Path("/")) -> int:
+    """Return the free bytes of this machine or of its container, the smaller of both.
+
+    2**62: neither can be read.
+    """
+    available = counter((read_text(root / "proc/meminfo")).replace(" kB", ""), r"MemAvailable:\s*")
+    groups = (*lineage("self", root), root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory")
+    limits = [left for group in groups if (left := left_in(group)) is not None]
+    return max(0, min([1 << 62, *limits, *([] if available is None else [1024 * available])]))

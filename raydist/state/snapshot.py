@@ -35,13 +35,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from raydist.shared import cgroup
-from raydist.shared.sysfs import counter, read_text
 from raydist.state.device import Device, HostDevice, Mark
 from raydist.state.snapshot_layout import (
     ALL_SLOTS,
@@ -359,7 +357,7 @@ class SnapshotBuffer:
         _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         write_words(self._page, at_slot(slot), -1)
         if (need := size + length) > room:
-            if need > MAX_SLOT * (left := memory_left()):
+            if need > MAX_SLOT * (left := cgroup.memory_left()):
                 raise NoRoom(
                     f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory "
                     "are free"
@@ -471,14 +469,3 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(change(inner) for inner in value)
     return value
-
-
-def memory_left(root: Path = Path("/")) -> int:
-    """Return the free bytes of this machine or of its container, the smaller of both.
-
-    2**62: neither can be read.
-    """
-    available = counter((read_text(root / "proc/meminfo")).replace(" kB", ""), r"MemAvailable:\s*")
-    groups = (*cgroup.lineage("self", root), root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory")
-    limits = [left for group in groups if (left := cgroup.left_in(group)) is not None]
-    return max(0, min([1 << 62, *limits, *([] if available is None else [1024 * available])]))

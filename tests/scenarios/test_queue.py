@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,8 @@ def job(config):
         return nn.functional.cross_entropy(output, target)
 
     raydist.fit(config, train=TensorDataset(inputs, targets), model=model, loss=loss)
-    weights = {name: value.tolist() for name, value in model.state_dict().items()}
+    whole = {name: getattr(value, "full_tensor", value.clone)() for name, value in model.state_dict().items()}
+    weights = {name: value.tolist() for name, value in whole.items()}
     Path(os.environ["HURRY"]).with_name(f"weights-{raydist.rank().rank}.json").write_text(json.dumps(weights))
 '''
 JOB_WORDS = ("job=slowly.py", "data.batch_size=8", "train.epochs=8")
@@ -320,6 +322,20 @@ def test_a_paused_run_goes_on_once_it_is_resumed(person: Person) -> None:
     waits(run, "type: raydist queue resume run")
     person.hurry("run")
     assert "waits in the queue again" in person.type_queue("resume", "run")
+    assert run.wait() == 0, run.screen
+    (back,) = run.events("restarted")
+    assert (back["paused"], back["repeated"]) == (True, 0)
+
+
+def test_a_paused_run_goes_on_from_memory_where_its_node_has_stayed(person: Person) -> None:
+    run = person.train("run")
+    run.wait_for_step(2)
+    person.type_queue("pause", "run")
+    waits(run, "type: raydist queue resume run")
+    (checkpoint,) = (run.run_dir / "checkpoints").glob("step-*")
+    shutil.rmtree(checkpoint)
+    person.hurry("run")
+    person.type_queue("resume", "run")
     assert run.wait() == 0, run.screen
     (back,) = run.events("restarted")
     assert (back["paused"], back["repeated"]) == (True, 0)

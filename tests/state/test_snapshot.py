@@ -11,18 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.reduction import DupFd
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raydist.state import snapshot
+from raydist.shared import cgroup
 from raydist.state.snapshot import (
     NoRoom,
     SnapshotBuffer,
     layout_of,
-    memory_left,
     put_together,
     take_apart,
 )
@@ -232,7 +230,7 @@ def test_too_little_memory_is_said_and_leaves_the_states_that_are_there(
 ) -> None:
     memory = SnapshotBuffer(descriptor)
     memory.write(1, state(1))
-    monkeypatch.setattr(snapshot, "memory_left", lambda: 10 << 20)
+    monkeypatch.setattr(cgroup, "memory_left", lambda: 10 << 20)
     with pytest.raises(NoRoom, match="a state takes 8 MiB, and 10 MiB of memory are free"):
         memory.write(2, state(2, 1 << 21))
     assert same(memory.read(memory.steps[1]), state(1))
@@ -251,31 +249,6 @@ def test_a_limit_of_file_sizes_is_said_as_too_little_memory_is(descriptor: int) 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert same(memory.read(memory.steps[1]), state(1))
-
-
-def test_the_memory_left_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
-    assert memory_left(tmp_path) > 1 << 60
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable:     500 kB\n")
-    assert memory_left(tmp_path) == 500 * 1024
-    cgroup = tmp_path / "sys/fs/cgroup"
-    cgroup.mkdir(parents=True)
-    (cgroup / "memory.max").write_text("max\n")
-    (cgroup / "memory.current").write_text("100000\n")
-    assert memory_left(tmp_path) == 500 * 1024
-    (cgroup / "memory.max").write_text("300000\n")
-    assert memory_left(tmp_path) == 200_000
-    (cgroup / "memory.stat").write_text(
-        "anon 40000\ninactive_file 30000\nactive_file 20000\nshmem 5\n"
-    )
-    assert memory_left(tmp_path) == 250_000  # cached files make room
-    inner = cgroup / "system.slice/slurmstepd.scope/job_7"
-    inner.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir()
-    (tmp_path / "proc/self/cgroup").write_text("0::/system.slice/slurmstepd.scope/job_7/step_0\n")
-    (inner / "memory.max").write_text("90000\n")
-    (inner / "memory.current").write_text("80000\n")
-    assert memory_left(tmp_path) == 10_000  # a limit of a group around its own
 
 
 def test_tensors_are_taken_out_and_put_back_in_their_places() -> None:

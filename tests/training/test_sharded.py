@@ -28,6 +28,7 @@ from raydist.messages.server import KeptSteps, ListSteps
 from raydist.messages.writer import HeldShards
 from raydist.node import writer_requests
 from raydist.settings.config import Backend, Checkpoint, Job
+from raydist.shared import cgroup
 from raydist.shared.errors import RaydistError, RunFailed
 from raydist.state import checkpoint_files, distributed_checkpoint
 from raydist.state.object_store import StoragePath, parse_path
@@ -627,9 +628,7 @@ def no_room(job: Job) -> Any:
     here.rank = context.Rank(here.rank.rank, 0, here.rank.rank, 2)
     here.memory = memory(), -1
     if here.rank.rank == 1:
-        import raydist.state.snapshot
-
-        raydist.state.snapshot.memory_left = lambda root=Path("/"): 1000
+        cgroup.memory_left = lambda root=Path("/"): 1000
     for step in range(1, 4):
         sharded.keep(step, {"x": torch.ones(10_000)})
     here.sharded.rest()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from raydist.settings.config import Backend, Job, Optim, Snapshot
-from raydist.state import snapshot
+from raydist.shared import cgroup
 from raydist.state.device import HostDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page
@@ -196,7 +196,7 @@ def on_new_node(room: int) -> Any:
         kind.sum = noted
         snapshotter.PIECE = 1000
         if me >= 2:
-            snapshot.memory_left = lambda root=Path("/"): room
+            cgroup.memory_left = lambda root=Path("/"): room
         kept = Snapshotter(job, here.comm).find()
         held = SnapshotBuffer(own).steps
         return kept and (
@@ -292,7 +292,7 @@ def scarce(last: int) -> Any:
             keeper.step(step, lambda: {"rank": torch.ones(1)}, partial(state, step, 0))
             kept.append(max(memory.steps, default=0))
             if step == last:
-                snapshot.memory_left = lambda root=Path("/"): 1000
+                cgroup.memory_left = lambda root=Path("/"): 1000
         return kept, os.fstat(descriptor).st_size
 
     return job
