@@ -178,6 +178,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
+def sharded_weights(run: Program, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of the last checkpoint, which is in shards; `whole`: of the same shapes."""
+    model = {name: torch.zeros_like(value) for name, value in whole.items()}
+    load({"model": model}, checkpoint_id=run.result()["checkpoint"])
+    return model
+
+
 def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
@@ -204,14 +211,16 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
     assert len(steps) - len(set(steps)) <= lost["repeated"]
 
 
-def test_a_run_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
+@pytest.mark.timeout(600)
+def test_a_run_in_shards_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
     site.add()
-    queued = ("scale=1..2x1", "queue.shrink=true", "queue.exempt_s=0")
-    run = site.start(tmp_path / "run", *queued)
+    site.add()
+    queued = ("scale=2..3x1", "queue.shrink=true", "queue.exempt_s=0")
+    run = site.start(tmp_path / "run", *queued, "parallel=fsdp", "parallel.blocks=Linear")
     run.wait_for_step(1)
-    resized(run, 1, 2)
+    resized(run, 2, 3)
     # It is alone on its nodes, and would be stopped if the other run could not shrink.
     site.add()
     words = ("scale=1x1", "queue.exempt_s=0", "queue.priority=low")
@@ -219,13 +228,15 @@ def test_a_run_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
     other.wait_for_step(1)
     urgent = site.start(tmp_path / "urgent", "scale=1x1", "queue.priority=high")
     urgent.wait_for_step(1)
-    resized(run, 1, 2, 1)
+    resized(run, 2, 3, 2)
     assert any("makes way for" in event["text"] for event in run.events("regroup"))
     for each in (urgent, other):
         (each.folder / "go").touch()
         assert each.wait() == 0, each.screen
-    resized(run, 1, 2, 1, 2)
-    assert same(ended(run), whole)
+    resized(run, 2, 3, 2, 3)
+    (run.folder / "go").touch()
+    assert run.wait(400) == 0, run.screen
+    assert same(sharded_weights(run, whole), whole)
     assert not run.events("pause") + other.events("pause")
     assert [event["repeated"] for event in run.events("restarted")] == [0, 0, 0]
 
@@ -256,9 +267,7 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     assert run.events("saved") == []  # nothing has gone through the disk
     (run.folder / "go").touch()
     assert run.wait(400) == 0, run.screen
-    state = {"model": {name: torch.zeros_like(value) for name, value in whole.items()}}
-    load(state, checkpoint_id=run.result()["checkpoint"])
-    assert same(state["model"], whole)
+    assert same(sharded_weights(run, whole), whole)
     lost, back = run.events("restarted")[:2], run.events("restarted")[2:]
     assert max(event["repeated"] for event in lost) <= 1
     assert {event["repeated"] for event in back} == {0}
