@@ -1,5 +1,5 @@
-"""What a run of 1,024 ranks costs its driver: 128 simulated nodes of 8 ranks behind the driver's
-own transport.
+"""What a run of 1,024 ranks (BENCH_RANKS: another number) costs its driver: simulated nodes of 8
+ranks behind the driver's own transport.
 
 Each node's actor is the real one, in one process beside the driver: all that the driver does is
 measured but Ray's part of a call. That is measured with real ranks, as many as this machine holds,
@@ -32,10 +32,11 @@ from raydist.shared import kinds
 from raydist.shared.events import Events
 from raydist.shared.kinds import Event
 
-NODES, PER_NODE = 128, 8
+PER_NODE = 8
+NODES = int(os.environ.get("BENCH_RANKS", 1024)) // PER_NODE
 WATCH_S = 60.0
 """Seconds of steady state that are measured, after as long a start."""
-ANSWERS = 100
+ANSWERS = max(4, 102_400 // (NODES * PER_NODE))
 """Answers of each rank, one after the other as fast as they come, for the row about memory: half at
 first."""
 REAL_RANKS = 16

@@ -29,6 +29,7 @@ from raydist.messages.agent import (
     IsOpen,
     Open,
     Opened,
+    ProcessId,
     RankActivity,
     RankEnd,
     RankNews,
@@ -105,7 +106,7 @@ class SimulatedAgent:
                     None,
                 )
                 self.due.clear()
-                return 1000 + self.rank
+                return ProcessId(1000 + self.rank, 1)
             case GetNews():
                 return await self.news(ORDERS.hasty or request.patience)
             case Examine():

@@ -63,6 +63,8 @@ class RunCheckpoints:
         self._folder = ""
         """Where they go, as text, so that no connection to a store is kept. Empty before the first
         attempt."""
+        self._own: Saved | None = None
+        """This training's checkpoint from which the next attempt resumes, if not from memory."""
 
     def variables(self, warn: Warn) -> list[EnvVar]:
         """Return the variables of the next attempt.
@@ -91,18 +93,20 @@ class RunCheckpoints:
             return self._place()
 
     def _resume(self, warn: Warn) -> list[EnvVar]:
-        if self._folder and (own := _own(parse_path(self._folder), warn)):
-            return [EnvVar(env_names.RESUME, str(own.path.absolute()), "the newest of this run")]
+        self._own = _own(parse_path(self._folder), warn) if self._folder else None
+        if self._own is not None:
+            path = str(self._own.path.absolute())
+            return [EnvVar(env_names.RESUME, path, "the newest of this run")]
         run = run_folder(self._job)
-        path = run_checkpoints.find_resume(self._job.resume, run, warn)
+        given = run_checkpoints.find_resume(self._job.resume, run, warn)
         if not self._folder:
-            self._folder = str(run_checkpoints.folder_for(run, path))
+            self._folder = str(run_checkpoints.folder_for(run, given))
             if self._folder != str(run / CHECKPOINTS):
                 warn(
                     f"{run} has checkpoints of another training: those of this one go to "
                     f"{self._folder}"
                 )
-        return [EnvVar(env_names.RESUME, str(path or ""), f"resume={self._job.resume}")]
+        return [EnvVar(env_names.RESUME, str(given or ""), f"resume={self._job.resume}")]
 
     def _place(self) -> list[EnvVar]:
         if self._folder in ("", str(run_folder(self._job) / CHECKPOINTS)):
@@ -114,6 +118,15 @@ class RunCheckpoints:
                 "other trainings have checkpoints in the run folder",
             )
         ]
+
+    def report_resumed(self, events: Events) -> None:
+        """Report the checkpoint from which the next attempt resumes, if nobody has reported it.
+
+        The node that saved it was lost before the driver had the event.
+        """
+        own = self._own
+        if own is not None and own.step > max(_reported(events, parse_path(str(own.path.parent)))):
+            events.add(kinds.Saved(rank=0, step=own.step, path=str(own.path), s=0.0))
 
     def report_saved(self, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:
         """Add the event of the newest checkpoint if it is missing.

@@ -240,6 +240,7 @@ def run_attempt(
     )
     with mpi.launching(job, group):
         resume = checkpoints.variables(events.warn)
+        checkpoints.report_resumed(events)
         variables = rank_variables(job, group, resume)
         try:
             group.start(job, variables, call.packed if call else None)
