@@ -29,10 +29,11 @@ has a low priority (Ray's worker_niceness is 15)."""
 UNHEARD = 3
 """A run of which no agent answers any more is ended after this multiple of the limit, because its
 ranks may well continue."""
-ANSWERS_PER_S = 300.0
+ANSWERS_PER_S, MOST_ANSWERS_PER_S = 300.0, 1000.0
 """Replies that the driver handles per second; with more ranks each agent answers less often. 1,024
 ranks then cost it a tenth of a core, of which more than half is Ray's part of the calls (bench
-driver)."""
+driver). It handles more of them before an agent answers less often than every SELDOM_S."""
+SELDOM_S = 10.0
 
 
 def culprit_wait(end: End) -> float | None:
@@ -53,12 +54,17 @@ def answer_interval(running_s: float, ranks: int) -> float:
     `running_s`: seconds since the ranks have met.
     """
     first, later = ANSWER_S
-    return max(min(later, max(first, running_s / 20)), ranks / ANSWERS_PER_S)
+    return max(min(later, max(first, running_s / 20)), fair_interval(ranks))
+
+
+def fair_interval(ranks: int) -> float:
+    """Return the seconds between two answers of an agent with which the driver copes."""
+    return min(ranks / ANSWERS_PER_S, max(SELDOM_S, ranks / MOST_ANSWERS_PER_S))
 
 
 def longest_interval(ranks: int) -> float:
     """Return the longest `answer_interval` of a run of that many ranks."""
-    return max(ANSWER_S[1], ranks / ANSWERS_PER_S)
+    return max(ANSWER_S[1], fair_interval(ranks))
 
 
 def late_answer(ranks: int) -> float:

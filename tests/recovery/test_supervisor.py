@@ -619,4 +619,6 @@ def test_a_driver_that_stood_still_itself_blames_no_agent() -> None:
 
 def test_more_ranks_have_more_time() -> None:
     assert deadlines.agent_limit(2) == pytest.approx(11.0)
-    assert deadlines.agent_limit(4096) == pytest.approx(10 + 4096 / 300)
+    assert deadlines.agent_limit(2400) == pytest.approx(10 + 2400 / 300)
+    assert deadlines.agent_limit(9000) == pytest.approx(10 + 10)
+    assert deadlines.agent_limit(16_384) == pytest.approx(10 + 16.384)
