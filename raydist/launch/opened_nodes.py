@@ -83,6 +83,11 @@ class OpenedNodes:
         for slot in slots:
             if slot.local_rank == 0:
                 self._runs[slot.node.id] = uuid.uuid4().hex[:8]
+                self._replies.pop(slot.node.id, None)
+
+    def unopened(self, slots: Sequence[Slot]) -> set[int]:
+        """Return the ranks on nodes whose first agent has not replied."""
+        return {slot.rank for slot in slots if slot.node.id not in self._replies}
 
     def note_started(self, slots: Sequence[Slot], processes: Sequence[ProcessId]) -> None:
         """Note the processes of all ranks, once they are started."""

@@ -203,11 +203,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return moved
 
     def _ranks_of_lost_nodes(self, gone: Collection[int] = ()) -> list[int]:
-        """Return all ranks of the nodes that are lost or draining.
+        """Return all ranks of the nodes that are lost or draining, or whose agents did not open.
 
-        One actor hosts all agents of a node.
+        One actor hosts all agents of a node. An agent may have opened after another one, opened at
+        the same time, was lost: then nobody has read its reply.
         """
         ranks = {*self.lost_ranks(gone), *self.draining_ranks()}
+        ranks |= self.nodes.unopened(self.plan.slots)
         nodes = {self.plan.slots[rank].node.id for rank in ranks}
         return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
 

@@ -409,6 +409,28 @@ def test_without_other_nodes_a_lost_agent_ends_the_run(
         group.prepare_attempt(job, 1)
 
 
+def test_an_agent_whose_reply_was_not_read_is_opened_again(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """Two hosts lost their power, and one of the new agents was lost while both opened."""
+    placed = [[node(3), node(4)], [node(3), node(5)]]
+
+    def lose_one(rank: int, request: Open) -> Any:
+        if request.node_id == "id-4":
+            hosts.replies[IsOpen] = gone_from(2, 3)
+            raise CallLost(ConnectionError("actor died"))
+        return hosts.reply(rank, request)
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        hosts.replies.pop(IsOpen)
+        return placement.replace_nodes(group.plan, placed.pop(0))
+
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
+    hosts.replies |= {IsOpen: gone_from(0, 1, 2, 3), Open: lose_one}
+    assert group.prepare_attempt(job, 1) == [0, 1, 2, 3]
+    assert [facts.hostname for facts in group.facts] == ["id-3", "id-3", "id-5", "id-5"]
+
+
 def test_lost_agents_are_asked_nothing(hosts: FakeHosts, events: Events, job: Job) -> None:
     """Ray fails a call to a dead host after 20 s: each restart waited ten seconds for one."""
 
