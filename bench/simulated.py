@@ -203,7 +203,11 @@ def serve(address: str) -> None:
 
     def read() -> None:
         while connection.poll():
-            number, node, requests = pickle.loads(connection.recv_bytes())
+            try:
+                number, node, requests = pickle.loads(connection.recv_bytes())
+            except EOFError:  # the driver has failed
+                loop.stop()
+                return
             if isinstance(node, str):
                 order(number, node, requests)
             else:
