@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Mapping
@@ -57,6 +58,7 @@ class PausedStates:
     def settle(self, used: bool) -> None:
         """End the wait: the ranks take the states when they start, or the nodes may free them."""
         self._timer.cancel()
+        self._timer.join()  # it may be starting the tasks
         if used or not self._tasks:
             return  # the servers end the keepers
         import ray
@@ -69,10 +71,12 @@ class PausedStates:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         keep = ray.remote(kept_server.keep_states)
-        for node, folder in self._servers.items():
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
-            self._tasks.append(keep.options(**options).remote(folder, self.key))
+        # Without an answer of the GCS the states are held for a minute only.
+        with contextlib.suppress(Exception):
+            for node, folder in self._servers.items():
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": there}
+                self._tasks.append(keep.options(**options).remote(folder, self.key))
 
 
 def places_of(plan: Plan) -> Places:
