@@ -63,7 +63,7 @@ class RunCheckpoints:
         self._folder = ""
         """Where they go, as text, so that no connection to a store is kept. Empty before the first
         attempt."""
-        self._own: Saved | None = None
+        self._resumed: Saved | None = None
         """This training's checkpoint from which the next attempt resumes, if not from memory."""
 
     def variables(self, warn: Warn) -> list[EnvVar]:
@@ -93,9 +93,9 @@ class RunCheckpoints:
             return self._place()
 
     def _resume(self, warn: Warn) -> list[EnvVar]:
-        self._own = _own(parse_path(self._folder), warn) if self._folder else None
-        if self._own is not None:
-            path = str(self._own.path.absolute())
+        self._resumed = _own(parse_path(self._folder), warn) if self._folder else None
+        if self._resumed is not None:
+            path = str(self._resumed.path.absolute())
             return [EnvVar(env_names.RESUME, path, "the newest of this run")]
         run = run_folder(self._job)
         given = run_checkpoints.find_resume(self._job.resume, run, warn)
@@ -124,8 +124,8 @@ class RunCheckpoints:
 
         The node that saved it was lost before the driver had the event.
         """
-        own = self._own
-        if own is not None and own.step > max(_reported(events, parse_path(str(own.path.parent)))):
+        own = self._resumed
+        if own is not None and own.step > max(_reported(events, own.path.parent)):
             events.add(kinds.Saved(rank=0, step=own.step, path=str(own.path), s=0.0))
 
     def report_saved(self, events: Events, wait_s: float = 0.0, step: int | None = None) -> bool:

@@ -113,6 +113,9 @@ class AgentServer:
     memories: dict[socket.socket, SnapshotBuffers] = field(default_factory=dict)
     """By agent: the snapshot memories of its ranks."""
     held: HeldStates = field(default_factory=HeldStates)
+    check_held_at: float = 0.0
+    """When to check next whether these are wanted, on the monotonic clock: that reads files, which
+    is not for every message."""
     mpi_since: float | None = None
     """When the run's first MPI program started, in seconds since the epoch."""
     forks: int = 0
@@ -160,7 +163,8 @@ class AgentServer:
 
     def drop_unwanted_states(self) -> None:
         """Free the held states that nobody wants any more, and tell their keepers."""
-        if self.held:
+        if self.held and (now := time.monotonic()) >= self.check_held_at:
+            self.check_held_at = now + CHECK_S
             self.dismiss(self.held.drop_unwanted())
 
     def dismiss(self, keepers: Collection[socket.socket]) -> None:
