@@ -245,6 +245,12 @@ def marked(mark: str) -> dict[int, str]:
     return lines
 
 
+def ray_workers(name: str) -> list[int]:
+    """Return the Ray workers of this session of tests that run this class or function."""
+    found = marked(os.environ["TMPDIR"]).items()
+    return [pid for pid, line in found if line.startswith(f"ray::{name}")]
+
+
 def _mounts(folder: Path) -> list[str]:
     """Return the mount points below a folder."""
     points = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())

@@ -58,9 +58,10 @@ def train(
 def pids(done: Result[Any]) -> list[dict[int, int]]:
     """Return the process of each rank in each attempt."""
     began = events(done, "began")
+    ranks = len({event["rank"] for event in began})
     return [
-        {event["rank"]: event["pid"] for event in began[first : first + 4]}
-        for first in range(0, len(began), 4)
+        {event["rank"]: event["pid"] for event in began[first : first + ranks]}
+        for first in range(0, len(began), ranks)
     ]
 
 

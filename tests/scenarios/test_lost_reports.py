@@ -6,10 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.leftovers import marked
+from tests.leftovers import ray_workers
 from tests.programs import Program
 from tests.waiting import wait_until
 
@@ -34,12 +33,6 @@ def job(config):
 """
 
 
-def agents() -> list[psutil.Process]:
-    """Return the actors with the agents of this session's runs."""
-    found = marked(os.environ["TMPDIR"]).items()
-    return [psutil.Process(pid) for pid, line in found if line.startswith("ray::NodeActor")]
-
-
 def test_the_last_checkpoint_is_known_although_its_report_was_lost(
     tmp_path: Path, ray_address: str
 ) -> None:
@@ -47,12 +40,12 @@ def test_the_last_checkpoint_is_known_although_its_report_was_lost(
     words = ("job=last.py", "scale=1x2", "train.steps=6", "data.batch_size=8")
     run = Program(tmp_path, *words, address=ray_address)
     run.wait_until(lambda: (tmp_path / "at-6").exists(), "step 6")
-    (agent,) = agents()
+    (agent,) = ray_workers("NodeActor")
     run.signal(signal.SIGSTOP)  # it asks the agent for nothing meanwhile
     (tmp_path / "go").touch()
     saved = run.run_dir / "checkpoints" / "step-00000006"
     wait_until(saved.exists, "the last checkpoint")
-    agent.kill()
+    os.kill(agent, signal.SIGKILL)
     run.signal(signal.SIGCONT)
     assert run.wait() == 0, run.screen
     assert len(run.events("restart")) == 1

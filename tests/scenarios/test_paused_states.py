@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.leftovers import marked
+from tests.leftovers import marked, ray_workers
 from tests.programs import HEAD, Program
 from tests.scenarios.test_kept_warm import LIMITED
 from tests.scenarios.test_queue import JOB, JOB_WORDS, losses
@@ -61,22 +61,13 @@ def descriptors(pid: int) -> list[Path]:
         return []
 
 
-def keepers() -> list[int]:
-    """Return the Ray workers that keep states."""
-    return [
-        pid
-        for pid, command in marked(os.environ["TMPDIR"]).items()
-        if command.startswith("ray::keep_states")
-    ]
-
-
 def test_a_run_in_shards_goes_on_from_the_memory_of_two_nodes(tmp_path: Path, nodes: str) -> None:
     words = ("queue.exempt_s=0", "parallel=fsdp", "parallel.blocks=Linear")
     run = start(tmp_path / "run", nodes, "2x2", "queue.priority=low", *words)
     run.wait_for_step(2)
     urgent = start(tmp_path / "urgent", nodes, "2x2", "queue.priority=high", *words)
     urgent.wait_for_step(1)
-    wait_until(lambda: len(keepers()) == 2, "both nodes keep the states", 60)
+    wait_until(lambda: len(ray_workers("keep_states")) == 2, "both nodes keep the states", 60)
     for checkpoint in (run.run_dir / "checkpoints").glob("step-*"):
         shutil.rmtree(checkpoint)
     for each in (urgent, run):
@@ -88,7 +79,7 @@ def test_a_run_in_shards_goes_on_from_the_memory_of_two_nodes(tmp_path: Path, no
     for rank in range(4):
         name = f"weights-{rank}.json"
         assert (run.folder / name).read_text() == (urgent.folder / name).read_text()
-    wait_until(lambda: not keepers() and not holders(), "the memory is free", 60)
+    wait_until(lambda: not ray_workers("keep_states") and not holders(), "the memory is free", 60)
 
 
 def test_the_memory_of_a_run_whose_driver_dies_is_freed(tmp_path: Path, nodes: str) -> None:
@@ -96,7 +87,7 @@ def test_the_memory_of_a_run_whose_driver_dies_is_freed(tmp_path: Path, nodes: s
     run.wait_for_step(2)
     typed = Program(tmp_path, "pause", "slowly", address=nodes, module="raydist.tools.queue")
     assert typed.wait() == 0, typed.screen
-    wait_until(lambda: len(keepers()) == 1, "the node keeps the state", 60)
+    wait_until(lambda: len(ray_workers("keep_states")) == 1, "the node keeps the state", 60)
     (server,) = holders()
     time.sleep(2)  # its connection is made; without it the state would be held for a minute
     run.signal(signal.SIGKILL)

@@ -26,6 +26,7 @@ from tests.conftest import ROOT
 from tests.faults import Fault, kill
 from tests.leftovers import alive
 from tests.programs import Program
+from tests.scenarios.test_in_place_run import pids
 from tests.scenarios.test_restart_run import events, losses
 
 pytestmark = [
@@ -99,15 +100,6 @@ def own_loop(
 
 def train(*words: str, struck: tuple[Fault, ...] = (), **more: Any) -> Result[Any]:
     return raydist.run(own_loop, *WORDS, *words, struck=struck, **more)
-
-
-def pids(done: Result[Any]) -> list[dict[int, int]]:
-    """Return the process of each rank in each attempt."""
-    began = events(done, "began")
-    return [
-        {event["rank"]: event["pid"] for event in began[first : first + RANKS]}
-        for first in range(0, len(began), RANKS)
-    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
