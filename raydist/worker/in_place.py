@@ -15,6 +15,7 @@ ranks, which raises an error in every unfinished collective.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -40,8 +41,9 @@ AGAIN_S = 0.02
 """Seconds between two attempts to break all connections: the rank may be opening new ones."""
 CLOSED_S = 0.002
 """Seconds between two looks whether gloo has closed them all."""
-STUCK_S = 0.5
-"""Seconds within which gloo closes a connection that was broken."""
+STUCK_S, STUCK_CPU_S = 0.5, 0.02
+"""Seconds within which gloo closes a connection that was broken, and seconds of this process's CPU
+time: a thread of gloo that cannot close one tries again without a pause."""
 NOT_CLOSED = "gloo did not close a broken connection"
 NOT_INSIDE = "it was not in raydist.fit, nor in the steps of raydist.Recoverable"
 
@@ -116,9 +118,12 @@ class InPlace:
 
         gloo closes a broken connection when it reads from it. It does not read while it has the
         beginning of a message for a collective that has failed: another one that waits for the same
-        rank never ends then, and the first barrier of the next attempt waits for it.
+        rank never ends then, and the first barrier of the next attempt waits for it. Its thread
+        spins meanwhile, by which such a rank is known early, also on a busy machine.
         """
         since: dict[str, float] = {}
+        used_before = math.inf
+        """The CPU time of this process when the main thread was out."""
         while True:
             is_out = out.is_set()  # from now on the main thread opens no connection
             now = time.monotonic()
@@ -127,7 +132,10 @@ class InPlace:
             since = {name: at for name, at in {**broken, **since}.items() if name in there}
             if is_out and not since:
                 return
-            if any(now - at > STUCK_S for at in since.values()):
+            if is_out:
+                used_before = min(used_before, time.process_time())
+            spins = time.process_time() - used_before > STUCK_CPU_S
+            if spins or any(now - at > STUCK_S for at in since.values()):
                 with self._lock:
                     self.why_not = NOT_CLOSED
                 self._reply(ParkReply(NOT_CLOSED))

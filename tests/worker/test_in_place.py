@@ -227,12 +227,12 @@ def test_only_connections_between_ranks_are_broken() -> None:
             assert from_other.recv(1) == b"x"
 
 
-@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("gloo", ["closes it", "sleeps", "spins"])
 def test_a_rank_is_kept_only_if_gloo_closes_the_connections_of_the_attempt(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, closed: bool
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, gloo: str
 ) -> None:
     """A collective that had the beginning of a message waited on, and the next barrier for it: all
-    ranks of the next attempt hung."""
+    ranks of the next attempt hung. gloo's thread spins then."""
 
     class Killed(Exception):
         pass
@@ -244,7 +244,13 @@ def test_a_rank_is_kept_only_if_gloo_closes_the_connections_of_the_attempt(
         with other:
             other.recv(1)
 
+    def spin() -> None:
+        while not rank.replies:
+            pass
+
     monkeypatch.setattr(in_place, "wait_to_be_killed", be_killed)
+    if gloo == "spins":
+        monkeypatch.setattr(in_place, "STUCK_S", LIMIT_S)
     attempts: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as ranks:
         rank.in_place.take(Meet(0, [json.dumps(["mine", [ranks.getsockname()]])]))
@@ -261,13 +267,15 @@ def test_a_rank_is_kept_only_if_gloo_closes_the_connections_of_the_attempt(
 
         # as gloo's thread does
         reads = threading.Thread(target=read_to_the_end)
-        if closed:
+        if gloo == "closes it":
             reads.start()
             mine.close()
             assert rank.outlive(train) == "done"
             reads.join()
             assert rank.replies == [ParkReply("")]
         else:
+            if gloo == "spins":
+                threading.Thread(target=spin).start()
             with mine, other, pytest.raises(Killed):
                 rank.outlive(train)
             assert rank.replies == [ParkReply(in_place.NOT_CLOSED)]
