@@ -309,6 +309,19 @@ def resize_plan(plan: Plan, ready: Mapping[int, Node], least: int, most: int) ->
     return Plan(replace(plan.request, world_size=len(slots), bundles=bundles), slots, spares)
 
 
+def numbered_alike(before: Plan, after: Plan) -> bool:
+    """Return whether there are as many ranks, and those on nodes that stay keep their numbers."""
+    if before.world_size != after.world_size:
+        return False
+    nodes = {node.id for node in before.nodes}
+    pairs = zip(before.slots, after.slots, strict=True)
+    return all(
+        old.node.id == new.node.id and old.local_rank == new.local_rank
+        for old, new in pairs
+        if new.node.id in nodes
+    )
+
+
 def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
     """Return the same ranks in the same bundles, after Ray has moved some bundles to other nodes.
 

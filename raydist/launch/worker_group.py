@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from raydist.cluster import placement
 from raydist.cluster.placement import Plan
 from raydist.launch import (
     calls,
@@ -170,16 +171,24 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         Returns the ranks that moved to other nodes. `resize`: also use the nodes that have joined.
         `gone`: the ranks whose agents are known to be lost. `keep`: ranks that wait for the attempt
-        keep their processes and their rendezvous, if no node was replaced. Raises LaunchError if no
-        replacement came within scale.wait_s, or rank 0's node can't open the rendezvous.
+        keep their processes and their rendezvous, if it is there still and all ranks keep their
+        numbers. Raises LaunchError if no replacement came within scale.wait_s, or rank 0's node
+        can't open the rendezvous.
         """
-        before = {slot.node.id for slot in self.plan.slots}
+        before, pids = self.plan, self.rendezvous.pids
         until = time.monotonic() + job.scale.wait_s
         moved = self._replace_lost(gone, resize, until)
-        while not self._opens_rendezvous(job, attempt, resize or bool(moved), until, keep):
+        while True:
+            stay = keep and 0 not in moved and placement.numbered_alike(before, self.plan)
+            if self._opens_rendezvous(job, attempt, resize or bool(moved), until, stay):
+                break
             moved |= self._replace_lost((), False, until)  # a node was lost meanwhile
+        if stay:
+            here = tuple(0 if rank in moved else pid for rank, pid in enumerate(pids))
+            self.rendezvous = replace(self.rendezvous, pids=here)
         if self.hosts.standby is not None:  # the ranks were renumbered
-            return [slot.rank for slot in self.plan.slots if slot.node.id not in before]
+            there = {slot.node.id for slot in before.slots}
+            return [slot.rank for slot in self.plan.slots if slot.node.id not in there]
         return sorted(moved)
 
     def _replace_lost(self, gone: Collection[int], resize: bool, until: float) -> set[int]:
@@ -214,13 +223,14 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
 
     def _opens_rendezvous(
-        self, job: Job, attempt: int, replaced: bool, until: float, keep: bool
+        self, job: Job, attempt: int, replaced: bool, until: float, stay: bool
     ) -> bool:
         """Open the rendezvous of another attempt; return False if that is to be tried again.
 
         A node was lost meanwhile, or only the call, as when a connection breaks. `replaced`:
-        whether agents were replaced. `until`: as in _replace_lost. `keep`: as in prepare_attempt.
-        Raises LaunchError if no node is lost, but the rendezvous can't be opened.
+        whether agents were replaced. `until`: as in _replace_lost. `stay`: whether the
+        rendezvous of the previous attempt stays. Raises LaunchError if no node is lost, but the
+        rendezvous can't be opened.
         """
         try:
             if replaced:
@@ -228,7 +238,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._wait_for_writer()
             if not replaced:  # otherwise a node that is gone may hold a part of it
                 self._saver.rest(flush.FLUSH_S)
-            if keep and not replaced:
+            if stay:
                 self.rendezvous = replace(self.rendezvous, attempt=attempt)
                 return True
             address = self.facts[0].address

@@ -43,7 +43,8 @@ class Rendezvous:
     attempt: int = 0
     """Restarts so far."""
     pids: tuple[int, ...] = ()
-    """The process of each rank that was last started with it; empty before that."""
+    """The process of each rank that may stay: 0 for one that moves; empty before the first start,
+    and if all are started anew."""
     kept: tuple[int, ...] = ()
     """Those of these ranks that were in an earlier attempt."""
 

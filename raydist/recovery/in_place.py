@@ -21,9 +21,8 @@ from raydist.shared.outcome import End
 def why_all_forked(job: Job, ends: Collection[End]) -> str:
     """Return why all ranks are started anew after these ends, for a person; empty if they are not.
 
-    A rank that was killed has left nothing behind, also if that was because it hung. One that
-    raised an exception may raise it again wherever the others continue, and the connections to a
-    lost node may not be broken yet.
+    A rank that was killed has left nothing behind, also if that was because it hung, or its node
+    was lost. One that raised an exception may raise it again wherever the others continue.
     """
     if why := in_place.why_not(job):
         return why
@@ -36,7 +35,8 @@ def why_all_forked(job: Job, ends: Collection[End]) -> str:
 
 def may_stay_after(end: End) -> bool:
     """Return whether other ranks may keep their processes after this end."""
-    return end.how in ("killed", "hung", "stopped") or (end.failed and is_victim(end))
+    alone = ("killed", "hung", "stopped", "lost")
+    return (end.how in alone and not end.stuck) or (end.failed and is_victim(end))
 
 
 def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
@@ -54,7 +54,9 @@ def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
     if why := why_all_forked(job, ends):
         return why
     if not kept and all(end.kept for end in lost):
-        return "the ranks meet on another node"
+        if any(end.rank == 0 and end.how == "lost" for end in ends):
+            return "the store where ranks meet was lost with rank 0's node"
+        return "the number of ranks has changed"
     one = min(lost, key=lambda end: not end.why_not_kept)
     other = "it failed because it had lost a peer" if one.failed else "its process has ended"
     return f"rank {one.rank}: {one.why_not_kept or other}"

@@ -168,7 +168,7 @@ class Supervisor:
         hung = {rank for rank in ranks if hang is not None and hang.blames(rank)}
         fails = stop.reason in (StopReason.FAILURE, StopReason.HANG)
         keep = fails and self._meeting.keeps(self.ends.values(), hung)
-        self._group.stop(ranks, stop.grace_s, {*ranks} - hung if keep else ())
+        self._group.stop(ranks, stop.grace_s, self._running_ranks - hung if keep else ())
 
     def _may_run(self, rank: int) -> bool:
         return rank not in self.ends or self.ends[rank].how == "lost"

@@ -395,6 +395,33 @@ def test_lost_agents_are_replaced_on_another_node(
     assert [facts.hostname for facts in group.facts] == ["id-1", "id-1", "id-3", "id-3"]
 
 
+@pytest.mark.parametrize("lost", [(2, 3), (0, 1)])
+def test_ranks_stay_when_another_node_is_lost_if_rank_0_has_the_store(
+    hosts: FakeHosts,
+    events: Events,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(checks_node, "check_nodes", lambda *_: None)
+
+    def replace_nodes(gone: Sequence[int]) -> Plan:
+        del hosts.replies[IsOpen]
+        nodes = [node(3), node(2)] if 0 in gone else [node(1), node(3)]
+        return placement.replace_nodes(group.plan, nodes)
+
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
+    group.start(job, [()] * 4, None)
+    hosts.replies[IsOpen] = gone_from(*lost)
+    assert group.prepare_attempt(job, 1, keep=True) == [*lost]
+    group.start(job, [()] * 4, None)
+    stay = 0 not in lost
+    assert [request.keep for _, request in hosts.sent(StartRank)] == [False] * 4 + [stay] * 4
+    # the new ranks have the same process ids here, as on a host that has just been booted
+    assert group.rendezvous.kept == ((0, 1) if stay else ())
+    assert group.rendezvous.port == (4001 if stay else 4002)
+
+
 def test_an_agent_that_is_new_and_not_open_counts_as_lost(hosts: FakeHosts, events: Events) -> None:
     hosts.replies[IsOpen] = lambda rank, request: rank != 1
     assert WorkerGroup(two_nodes(), hosts, events).lost_ranks() == [1]

@@ -152,6 +152,7 @@ def test_a_lost_node_leaves_and_all_others_close_up() -> None:
         (0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 1, 2), (3, 1, 1, 2)
     ]  # fmt: skip
     assert (after.world_size, after.request.world_size, len(after.request.bundles)) == (4, 4, 2)
+    assert not placement.numbered_alike(before, after)
     assert placement.resize_plan(before, {0: node(1), 2: node(3)}, 3, 3) is None
 
 
@@ -179,6 +180,7 @@ def test_a_spare_takes_over_and_everybody_else_keeps_its_rank() -> None:
     assert hosts(after) == ["node-3", "node-2"]
     assert after is not None
     assert after.spares == ()
+    assert placement.numbered_alike(before, after)
     again = placement.resize_plan(after, {0: node(9), 1: node(2), 2: node(3)}, 2, 2)
     assert again is not None
     assert (hosts(again), [one.host for one in again.spares]) == (["node-3", "node-2"], ["node-9"])

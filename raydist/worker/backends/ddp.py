@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.worker import context, torch_private
 from raydist.worker.in_place import Address, InPlace, listening
+
+INIT_BARRIER = "TORCH_DIST_INIT_BARRIER"
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,20 @@ class DDPComm:
             torch_private.drop_reducer(wrapped)
 
 
+@contextmanager
+def no_barrier() -> Iterator[None]:
+    """Let init_process_group return without waiting in the store for the other ranks.
+
+    It connects to nobody if ranks are to be connected anew: they meet afterwards.
+    """
+    before = os.environ.pop(INIT_BARRIER, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[INIT_BARRIER] = before
+
+
 def refuse_in_place(job: Job) -> None:
     """Raise ConfigError if the job requires a torch that can connect ranks anew."""
     if job.restart.in_place == "on":
@@ -147,13 +164,14 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
     # torch before 2.14 does not know the argument
     anew: dict[str, Any] = {"enable_reconfigure": True} if current.in_place is not None else {}
     listened = set() if current.in_place is None else listening()
-    dist.init_process_group(
-        job.backend.name,
-        timeout=timedelta(seconds=job.backend.timeout_s),
-        device_id=device if job.backend.name == "nccl" else None,
-        **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
-        **anew,
-    )
+    with no_barrier() if current.in_place is not None else nullcontext():
+        dist.init_process_group(
+            job.backend.name,
+            timeout=timedelta(seconds=job.backend.timeout_s),
+            device_id=device if job.backend.name == "nccl" else None,
+            **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
+            **anew,
+        )
     comm = DDPComm(job.backend, device, store=torch_private.group_store())
     if current.in_place is not None:
         comm.listens.update(listening() - listened)
