@@ -171,16 +171,16 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
         Returns the ranks that moved to other nodes. `resize`: also use the nodes that have joined.
         `gone`: the ranks whose agents are known to be lost. `keep`: ranks that wait for the attempt
-        keep their processes and their rendezvous, if it is there still and all ranks keep their
-        numbers. Raises LaunchError if no replacement came within scale.wait_s, or rank 0's node
-        can't open the rendezvous.
+        keep their processes, if all ranks keep their numbers. Raises LaunchError if no replacement
+        came within scale.wait_s, or rank 0's node can't open the rendezvous.
         """
         before, pids = self.plan, self.rendezvous.pids
         until = time.monotonic() + job.scale.wait_s
         moved = self._replace_lost(gone, resize, until)
         while True:
-            stay = keep and 0 not in moved and placement.numbered_alike(before, self.plan)
-            if self._opens_rendezvous(job, attempt, resize or bool(moved), until, stay):
+            stay = keep and placement.numbered_alike(before, self.plan)
+            has_store = stay and 0 not in moved
+            if self._opens_rendezvous(job, attempt, resize or bool(moved), until, has_store):
                 break
             moved |= self._replace_lost((), False, until)  # a node was lost meanwhile
         if stay:
@@ -223,13 +223,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return [slot.rank for slot in self.plan.slots if slot.node.id in nodes]
 
     def _opens_rendezvous(
-        self, job: Job, attempt: int, replaced: bool, until: float, stay: bool
+        self, job: Job, attempt: int, replaced: bool, until: float, has_store: bool
     ) -> bool:
         """Open the rendezvous of another attempt; return False if that is to be tried again.
 
         A node was lost meanwhile, or only the call, as when a connection breaks. `replaced`:
-        whether agents were replaced. `until`: as in _replace_lost. `stay`: whether the
-        rendezvous of the previous attempt stays. Raises LaunchError if no node is lost, but the
+        whether agents were replaced. `until`: as in _replace_lost. `has_store`: whether the store
+        of the previous attempt is there still. Raises LaunchError if no node is lost, but the
         rendezvous can't be opened.
         """
         try:
@@ -238,7 +238,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             self._wait_for_writer()
             if not replaced:  # otherwise a node that is gone may hold a part of it
                 self._saver.rest(flush.FLUSH_S)
-            if stay:
+            if has_store:
                 self.rendezvous = replace(self.rendezvous, attempt=attempt)
                 return True
             address = self.facts[0].address

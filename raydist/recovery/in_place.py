@@ -54,8 +54,6 @@ def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
     if why := why_all_forked(job, ends):
         return why
     if not kept and all(end.kept for end in lost):
-        if any(end.rank == 0 and end.how == "lost" for end in ends):
-            return "the store where ranks meet was lost with rank 0's node"
         return "the number of ranks has changed"
     one = min(lost, key=lambda end: not end.why_not_kept)
     other = "it failed because it had lost a peer" if one.failed else "its process has ended"

@@ -148,12 +148,11 @@ def begin_groups_anew(number: int, store: Any) -> None:
 
     torch names a group by a counter. With the same names, what torch has cached about a mesh (the
     results of operations on DTensors) finds the new groups. `number`: unique in the run; the new
-    groups have a part of the store for themselves. `store`: what `group_store` returned before the
-    first attempt; None: do nothing.
+    groups have a part of `store` for themselves.
     """
     from torch.distributed import destroy_process_group, distributed_c10d
 
-    if store is None or not hasattr(distributed_c10d._World, "group_count"):
+    if not hasattr(distributed_c10d._World, "group_count") or group_store() is None:
         return
     world: Any = distributed_c10d._world
     default = distributed_c10d._get_default_group()

@@ -396,7 +396,7 @@ def test_lost_agents_are_replaced_on_another_node(
 
 
 @pytest.mark.parametrize("lost", [(2, 3), (0, 1)])
-def test_ranks_stay_when_another_node_is_lost_if_rank_0_has_the_store(
+def test_ranks_stay_when_another_node_is_lost(
     hosts: FakeHosts,
     events: Events,
     job: Job,
@@ -415,11 +415,11 @@ def test_ranks_stay_when_another_node_is_lost_if_rank_0_has_the_store(
     hosts.replies[IsOpen] = gone_from(*lost)
     assert group.prepare_attempt(job, 1, keep=True) == [*lost]
     group.start(job, [()] * 4, None)
-    stay = 0 not in lost
-    assert [request.keep for _, request in hosts.sent(StartRank)] == [False] * 4 + [stay] * 4
+    assert [request.keep for _, request in hosts.sent(StartRank)] == [False] * 4 + [True] * 4
     # the new ranks have the same process ids here, as on a host that has just been booted
-    assert group.rendezvous.kept == ((0, 1) if stay else ())
-    assert group.rendezvous.port == (4001 if stay else 4002)
+    assert group.rendezvous.kept == ((2, 3) if 0 in lost else (0, 1))
+    # the store was on the node of rank 0
+    assert group.rendezvous.port == (4002 if 0 in lost else 4001)
 
 
 def test_an_agent_that_is_new_and_not_open_counts_as_lost(hosts: FakeHosts, events: Events) -> None:

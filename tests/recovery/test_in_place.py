@@ -60,12 +60,6 @@ def test_ranks_keep_their_processes_if_others_were_killed(
             "rank 2: its process has ended",
         ),
         (AUTO, [KEPT, KILLED], (), "the number of ranks has changed"),
-        (
-            AUTO,
-            [replace(KEPT, rank=1), replace(KILLED, rank=0, how="lost")],
-            (),
-            "the store where ranks meet was lost with rank 0's node",
-        ),
         (AUTO, [replace(KEPT, kept=False), RAISED], (), "rank 1 was not killed: raised"),
         (AUTO, [KILLED, replace(KILLED, rank=0)], (), ""),
         (AUTO, [KEPT, KILLED, VICTIM], (0,), "rank 2: it failed because it had lost a peer"),

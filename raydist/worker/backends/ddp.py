@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -19,6 +19,7 @@ from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.worker import context, torch_private
 from raydist.worker.in_place import Address, InPlace, listening
+from raydist.worker.store import StoreOfAttempt
 
 INIT_BARRIER = "TORCH_DIST_INIT_BARRIER"
 
@@ -37,8 +38,8 @@ class DDPComm:
     )
     """The models that have buckets for gradients, while the job has them: with torch before 2.14 a
     rank may hang that leaves the group while they exist."""
-    store: Any = field(default=None, compare=False, kw_only=True)
-    """Where sub-groups meet, if this torch tells."""
+    store: StoreOfAttempt | None = field(default=None, compare=False, kw_only=True)
+    """Where ranks that can be connected anew meet."""
     sharded: ClassVar[bool] = False
     pipelined: ClassVar[bool] = False
 
@@ -113,6 +114,8 @@ class DDPComm:
 
     def connect(self, number: int, handles: Sequence[str]) -> None:
         self.release()
+        assert self.store is not None, "join() has opened it"
+        self.store.follow()
         torch_private.connect_group(number + 1, handles)
         if number > 0:
             torch_private.begin_groups_anew(number, self.store)
@@ -161,18 +164,28 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
     if current.in_place is not None and not torch_private.connects_anew():
         refuse_in_place(job)
         current.in_place = None
-    # torch before 2.14 does not know the argument
-    anew: dict[str, Any] = {"enable_reconfigure": True} if current.in_place is not None else {}
-    listened = set() if current.in_place is None else listening()
-    with no_barrier() if current.in_place is not None else nullcontext():
+    rank, timeout = int(env.get("RANK", "0")), timedelta(seconds=job.backend.timeout_s)
+    device_id = device if job.backend.name == "nccl" else None
+    comm, listened = DDPComm(job.backend, device), listening()
+    if current.in_place is not None:
+        comm = replace(comm, store=StoreOfAttempt(timeout))
+        with no_barrier():
+            dist.init_process_group(
+                job.backend.name,
+                timeout=timeout,
+                device_id=device_id,
+                store=comm.store,
+                rank=rank,
+                world_size=world_size,
+                enable_reconfigure=True,  # torch before 2.14 does not know the argument
+            )
+    else:
         dist.init_process_group(
             job.backend.name,
-            timeout=timedelta(seconds=job.backend.timeout_s),
-            device_id=device if job.backend.name == "nccl" else None,
-            **init_arguments(job.init_method, int(env.get("RANK", "0")), world_size, env),
-            **anew,
+            timeout=timeout,
+            device_id=device_id,
+            **init_arguments(job.init_method, rank, world_size, env),
         )
-    comm = DDPComm(job.backend, device, store=torch_private.group_store())
     if current.in_place is not None:
         comm.listens.update(listening() - listened)
         comm.meet(current.in_place)
