@@ -29,6 +29,8 @@ a heartbeat, saves states. Never imports Ray.
                           collectives
     standalone.py         Runs a job's file as a program, with python or torchrun
     step_timer.py         Measures a rank's compute time per step apart from its waits, in any loop
+    store.py              The store of ranks that stay when rank 0's node, which has the store, is
+                          lost
     target.py             Loads the job's function by its name, and calls it with its arguments
     timeouts.py           Raises the timeouts of a rank's process groups while a rank is in the
                           debugger
