@@ -25,6 +25,7 @@ def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     from torch.nn import functional as F
     from torch.utils.data import TensorDataset
 
+    from bench.losses import next_token
     from raydist.training.gpt import GPT
 
     torch.manual_seed(0)
@@ -32,11 +33,7 @@ def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     if name == "gpt":
         tokens = torch.randint(256, (samples, 129), dtype=torch.uint8)
         data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
-        return (
-            GPT("1m"),
-            data,
-            lambda scores, ids: F.cross_entropy(scores.flatten(0, 1), ids.flatten().long()),
-        )
+        return GPT("1m"), data, next_token
     data = TensorDataset(torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,)))
     return torchvision.models.resnet18(num_classes=10), data, F.cross_entropy
 

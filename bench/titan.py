@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import raydist
+from bench.losses import next_token
 from bench.measure import RANKS, heads, row
 
 SAMPLES, TOKENS, STEPS = 4, 128, 40
@@ -191,15 +192,12 @@ def by_raydist(config: Any, folder: str) -> None:
             each.copy_(begin[name])
     rows: list[Row] = []
 
-    def loss(output: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), following.flatten())
-
     def on_step(step: int, values: Any) -> None:
         rows.append((time.time(), float(values["loss"]), float(values["grad_norm"])))
 
     tokens = samples(vocabulary)
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
-    raydist.fit(config, model=model, train=data, loss=loss, on_step=on_step)
+    raydist.fit(config, model=model, train=data, loss=next_token, on_step=on_step)
     if raydist.rank().rank == 0:
         (Path(folder) / "raydist.json").write_text(json.dumps(rows))
 

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import raydist
 from raydist.worker import checkpoint, context
+from tests.losses import next_token
 from tests.waiting import wait_until
 
 SAMPLES = 256
@@ -147,13 +148,12 @@ def compiled(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(vocab=64, layers=2, width=16, heads=2, kv_heads=1, hidden=32)
 
-    def loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten())
-
     def on_step(step: int, values: Any) -> None:
         strike(step)
 
-    figures = raydist.fit(config, train=data, test=data, loss=loss, model=model, on_step=on_step)
+    figures = raydist.fit(
+        config, train=data, test=data, loss=next_token, model=model, on_step=on_step
+    )
     return {"figures": figures, "weights": [each.tolist() for each in model.parameters()]}
 
 

@@ -22,6 +22,7 @@ from raydist.settings.config import Backend, Checkpoint, Data, Horovod, Job, Opt
 from raydist.shared.errors import ConfigError
 from raydist.worker import backends, context
 from tests.horovod_ranks import requires_horovod, run_horovod
+from tests.losses import next_token
 from tests.ranks import RankResult, run_ranks, succeeded
 from tests.training.test_loop import BASE, stop_after, train
 
@@ -97,11 +98,8 @@ def padded(job: Job) -> dict[str, float]:
     labels = tokens.roll(-1, 1).masked_fill(torch.arange(8) >= lengths, -100)
     net = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 9))
 
-    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
     data = TensorDataset(tokens, labels)
-    return raydist.fit(job, model=net, train=data, test=data, loss=loss)
+    return raydist.fit(job, model=net, train=data, test=data, loss=next_token)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -18,8 +18,9 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist.settings.config import Job, Optim, Parallel, Train
 from raydist.training.gpt import GPT
+from tests.losses import next_token
 from tests.ranks import run_ranks, succeeded
-from tests.training.test_loss_chunks import next_token, right, rows
+from tests.training.test_loss_chunks import right, rows
 from tests.training.test_own_loss import Rows
 from tests.training.test_parallel import BASE, common_losses
 

@@ -47,8 +47,9 @@ from raydist.training.models import MLP, SmallCNN
 from raydist.training.parallel import styles
 from raydist.worker import context
 from raydist.worker.torch_private import fake_tensors
+from tests.losses import next_token
 from tests.ranks import run_ranks, succeeded
-from tests.training.test_parallel import BASE, next_token
+from tests.training.test_parallel import BASE
 from tests.training.test_sharded import memory
 
 # The shape of the mesh

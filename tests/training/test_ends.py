@@ -17,8 +17,9 @@ import raydist
 from raydist.settings.config import Job, Parallel
 from raydist.training.blocks import find_blocks, find_ends
 from raydist.training.gpt import GPT
+from tests.losses import next_token
 from tests.ranks import run_ranks, succeeded
-from tests.training.test_parallel import BASE, common_losses, in_memory, lines_of_bytes, next_token
+from tests.training.test_parallel import BASE, common_losses, in_memory, lines_of_bytes
 from tests.training.test_sharded import memory
 
 STEPS = 6

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
@@ -19,6 +18,7 @@ from raydist.shared.errors import ConfigError
 from raydist.training.gpt import GPT
 from raydist.training.models import SmallCNN, chunked_loss
 from raydist.training.token_loss import is_counted
+from tests.losses import next_token
 from tests.ranks import run_ranks, succeeded
 from tests.training.test_parallel import BASE, common_losses, in_memory
 from tests.training.test_sharded import memory
@@ -41,10 +41,6 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     targets[torch.rand(64, 32, generator=made) < 0.3] = -100
     targets[5, 1:] = -100
     return inputs, targets
-
-
-def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def right(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:

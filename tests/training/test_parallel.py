@@ -40,6 +40,7 @@ from raydist.training.gpt import GPT, Block
 from raydist.training.models import SmallCNN
 from raydist.worker import context
 from tests.conftest import ROOT
+from tests.losses import next_token
 from tests.ranks import RankResult, run_ranks, succeeded
 from tests.training.test_sharded import memory
 
@@ -91,7 +92,7 @@ def gpt(job: Job) -> dict[str, float]:
     train = lines_of_bytes()
     torch.manual_seed(0)
     model = GPT(layers=2, width=32, heads=4, kv_heads=2, hidden=96)
-    return raydist.fit(job, model=model, train=train, loss=next_token)
+    return raydist.fit(job, model=model, train=train, loss=noted_loss)
 
 
 TYPES = set[torch.dtype]()
@@ -105,9 +106,9 @@ def types_since() -> set[torch.dtype]:
     return new
 
 
-def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+def noted_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     TYPES.add(scores.dtype)
-    return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
+    return next_token(scores, following)
 
 
 def common_losses(results: list[RankResult]) -> list[float]:

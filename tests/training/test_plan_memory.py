@@ -18,8 +18,9 @@ from raydist.settings.mesh import mesh_shape
 from raydist.training.gpt import GPT
 from raydist.training.memory import memory_of
 from raydist.worker.torch_private import fake_tensors
+from tests.losses import next_token
 from tests.ranks import run_ranks, succeeded
-from tests.training.test_parallel import BASE, next_token
+from tests.training.test_parallel import BASE
 
 SIZES: Any = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "hidden": 352, "tied": False}
 MOMENTUM = Optim("sgd", args={"momentum": 0.9})

@@ -19,6 +19,7 @@ from raydist.training.blocks import find_blocks
 from raydist.training.gpt import GPT
 from raydist.training.models import MLP, SmallCNN
 from raydist.training.stages import cut_model, forget_others, shared
+from tests.losses import next_token
 from tests.ranks import run_ranks
 from tests.training.test_parallel import whole_blocks
 
@@ -105,10 +106,6 @@ class Asks(Skips):
 def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, stages: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         cut_model(model, find_blocks(model), stages)
-
-
-def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def in_double_precision(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:

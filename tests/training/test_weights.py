@@ -19,6 +19,7 @@ from raydist.training import export
 from raydist.training.export import final_names
 from raydist.training.weights import INDEX
 from raydist.worker import context
+from tests.losses import next_token
 from tests.ranks import RankResult, run_ranks, succeeded
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -36,10 +37,6 @@ DIVISIONS = {
     "tp": Parallel("fsdp", tp=2),
     "pp": Parallel("fsdp", pp=2),
 }
-
-
-def next_token(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
 
 def pretrained(folder: Path, files: int = 1) -> dict[str, torch.Tensor]:
