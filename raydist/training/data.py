@@ -247,11 +247,11 @@ def loader(
     samples: Dataset[Any],
     portions: Order | EvalSampler,
     settings: Data,
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
 ) -> DataLoader[Any]:
     """Return a DataLoader of `samples` in the order of `portions`, with persistent workers."""
     return DataLoader(
-        Portions(samples, collate or default_collate),
+        Portions(samples, collate),
         batch_sampler=portions,  # type: ignore[arg-type]  # torch passes its items on, whatever their type
         collate_fn=keep_batch,
         num_workers=settings.workers,

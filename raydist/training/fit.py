@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from raydist.settings.config import Job
 from raydist.settings.mesh import check_chunks, mesh_shape
-from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.errors import ConfigError, nearest
 from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
 from raydist.training.blocks import of_transformers
@@ -120,22 +120,19 @@ def fit(
     data set raises is passed on.
     """
     current = context.current()
-    if current.comm is None:
-        raise RaydistError(
-            "raydist.fit was called outside a run: end the file with raydist.main(job) and run "
-            "the file"
-        )
+    comm: Comm = context.joined("raydist.fit")
     hooks = Hooks(on_step, on_evaluate)
     hooks.check()
+    make_batch = collate or default_collate
     with current.next_fit(), ExitStack() as until_end:
-        comm, me = cast("Comm", current.comm), current.rank
+        me = current.rank
         if comm.sharded:  # the job may have passed fit other settings than those of the run
             comm = replace(cast("Any", comm), job=config)
         waits = DataWait(comm, me.device, config.data.workers)
         shape = mesh_shape(config.parallel, me.world_size, me.local_world_size)
         used_loss = chosen_loss(loss, train_step)
         rank, ranks = shape.data_rank(me.rank), shape.data
-        order, batches = sources.ordered(train, config, rank, ranks, collate, waits.add)
+        order, batches = sources.ordered(train, config, rank, ranks, make_batch, waits.add)
         module = model if model is not None else models.build_model(config.model)
         if shape.pp > 1:
             check_loss(used_loss, module, shape.pp)
@@ -155,7 +152,7 @@ def fit(
         kind = ShardCheckpointer if comm.sharded else WholeCheckpointer
         tests = None
         if test is not None:
-            tests = TestSet(held_out(test, config, order, comm, collate), measured)
+            tests = TestSet(held_out(test, config, order, comm, make_batch), measured)
         rate = optim.learning_rate(config.optim, order.global_batch)
 
         def train_on() -> dict[str, float]:

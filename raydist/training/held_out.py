@@ -13,7 +13,7 @@ from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
@@ -27,7 +27,7 @@ Counted = tuple[Any, bool]
 
 
 def held_out(
-    test: Any, job: Job, order: data.Order, comm: Comm, collate: Collate | None
+    test: Any, job: Job, order: data.Order, comm: Comm, collate: Collate
 ) -> Iterable[Counted]:
     """Return this rank's batches of the test samples, to be read once for each evaluation.
 
@@ -38,7 +38,7 @@ def held_out(
     if not isinstance(test, IterableDataset):
         sampler = data.eval_sampler(test, order, together=comm.sharded, most=most)
         return Indexed(data.loader(test, sampler, job.data, collate), sampler.own_portions)
-    make = partial(own_part, collate or default_collate, order.rank, order.world_size)
+    make = partial(own_part, collate, order.rank, order.world_size)
     count, seed = order.portion * order.world_size, (order.seed, data.TEST)
     deal = Deal("stream", test, count, make, seed, stateful=False, loading=job.data, rest=True)
     return Streamed(deal, comm, type(test).__name__, most)

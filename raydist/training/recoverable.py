@@ -56,7 +56,8 @@ class Recoverable:
     - `optimizer`: that of `model.parameters()`.
     - `others`: what else the steps change, by any names: objects with `state_dict` and
       `load_state_dict` (a schedule, a scaler, a sampler), torch.Generator, or tensors. After a
-      restart each rank has its own; a checkpoint on the disk has those of rank 0.
+      restart each rank has its own. A checkpoint on the disk has those of rank 0; if the number of
+      ranks changes, or a node is lost or drained, all ranks get those of one rank.
 
     `steps(count)` gives the number of each step to make, from 1 to `count`: in a run that was
     restarted, or that continues another one, from the step after the newest state. The step that
@@ -110,7 +111,7 @@ class Recoverable:
         model is divided, the backend is Horovod, or the state to continue from does not fit.
         TypeError: a state has a value that a checkpoint cannot have.
         """
-        comm = joined()
+        comm = whole_comm()
         with context.current().next_fit():
             self._in_place = context.current().in_place
             if self._in_place is not None:
@@ -281,14 +282,9 @@ class Recoverable:
             random_state.seed_everything(seed, self._job.deterministic)
 
 
-def joined() -> DDPComm:
+def whole_comm() -> DDPComm:
     """Return the Comm of this rank. RaydistError, ConfigError: it has none for whole models."""
-    comm = context.current().comm
-    if comm is None:
-        raise RaydistError(
-            "raydist.Recoverable was used outside a run: end the file with raydist.main(job) and "
-            "run the file"
-        )
+    comm = context.joined("raydist.Recoverable")
     if not isinstance(comm, DDPComm):
         cause = "raydist.Recoverable averages gradients with torch's DistributedDataParallel"
         raise ConfigError.of("backend", "horovod", cause, "backend=gloo", "backend=nccl")

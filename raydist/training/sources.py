@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import default_collate
 
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
@@ -225,7 +224,7 @@ def ordered(
     job: Job,
     rank: int,
     world_size: int,
-    collate: Collate | None,
+    collate: Collate,
     note_wait: Callable[[float], None],
 ) -> tuple[data.Order, Any]:
     """Return the order of the training samples, and the batches in that order.
@@ -254,7 +253,7 @@ def stream(
     job: Job,
     rank: int,
     world_size: int,
-    collate: Collate | None,
+    collate: Collate,
     note_wait: Callable[[float], None],
 ) -> Stream:
     """Return the order and the batches of a source without an index.
@@ -285,7 +284,7 @@ def stream(
         )
     order = data.Order(0, total, accumulate, rank, world_size, job.seed, settings.shuffle)
     order.hashes = deque() if job.train.check_resume else None
-    deal = make_deal(kind, train, job, order, comm, collate or default_collate)
+    deal = make_deal(kind, train, job, order, comm, collate)
     deal.hashed = job.train.check_resume
     found = Stream(deal, comm, name, order, note_wait)
     found.size = length(train, kind, found, deal.count) * total

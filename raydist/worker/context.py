@@ -236,6 +236,18 @@ def current() -> Context:
     return _here
 
 
+def joined(name: str) -> Any:
+    """Return the backend's Comm of this rank.
+
+    `name`: what needs it, such as raydist.fit. RaydistError: the rank has none.
+    """
+    if (comm := current().comm) is None:
+        raise RaydistError(
+            f"{name} was used outside a run: end the file with raydist.main(job) and run the file"
+        )
+    return comm
+
+
 def enter(context: Context | None) -> None:
     """Make `context` that of this process; None: the one from torchrun's variables."""
     global _here
