@@ -83,15 +83,33 @@ class WholeCheckpointer:
 
     def newest(self) -> Restored | SavedWhole | None:
         """Return the newest state in memory or on the disk; None for a new start. A collective."""
-        kept = self.snapshots.find()
-        if kept is not None and kept.step >= checkpoint.resumed_step():
-            self.saved_step = checkpoint.resumed_step()
-            return kept
+        kept, resumed = self.snapshots.find(), checkpoint.resumed_step()
+        if kept is not None and kept.step >= resumed:
+            self.saved_step = resumed
+            lacks = kept.own is None and kept.step == resumed
+            return (self._exact(kept) if lacks else None) or kept
         found = agree(checkpoint.latest(), self.comm)
         if found is None:
             return None
         self.saved_step = found.step
         return SavedWhole(found.path, found.meta)
+
+    def _exact(self, kept: Restored) -> SavedWhole | None:
+        """Return the checkpoint of the same step if it has the random generators of all ranks.
+
+        A state in memory lacks them if a node is new, as in the place of a drained one, whose ranks
+        had their parts written to the disk before they left. A collective.
+        """
+        me = context.rank()
+        if kept.mine["world_size"] != me.world_size:
+            return None
+        latest = checkpoint.latest()
+        found = None
+        if latest is not None and latest.step == kept.step:
+            found = SavedWhole(latest.path, latest.meta)
+        has_all = found is not None and found.random(me.rank, me.world_size) is not None
+        on_all = self.comm.gather(torch.tensor([int(has_all)]))
+        return found if all(int(each.item()) for each in on_all) else None
 
     def begin(self, step: int) -> None:
         self.snapshots.begin(step)
