@@ -4,7 +4,8 @@ to the bit.
 From outside, SIGKILL to one rank or several of 4, whenever: in a step, as the others leave theirs,
 while a new rank is forked, while all connect again, in an evaluation or a checkpoint. Compared are
 the loss of each step; on each rank the weights, the buffers and the random generators of Python,
-numpy and torch at the end; and the checkpoint, which has the optimizer.
+numpy and torch at the end; and the checkpoint, which has the optimizer. In a loop of one's own also
+a schedule, a sampler, and tensors that differ among ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ DIVISIONS = {
     "hsdp": ("parallel=hsdp", "parallel.shard=2"),
     "tp": ("parallel=tp",),
     "pp": ("parallel=ddp", "parallel.pp=2"),
+    "a loop of one's own": ("job=stormy.py:own_loop", "parallel=ddp"),
 }
 WORDS = (
-    "job=stormy.py:job",
     f"scale=1x{RANKS}",
     "group=inline",
     "backend=gloo",
@@ -110,7 +111,61 @@ class Blocks(nn.Module):
 def job(config):
     torch.manual_seed(0)
     model, loss = Blocks(), nn.functional.cross_entropy
-    figures = raydist.fit(config, train=Noisy(1600), test=Noisy(64), loss=loss, model=model)
+    leave(model, raydist.fit(config, train=Noisy(1600), test=Noisy(64), loss=loss, model=model))
+
+
+class Sampler:
+    # Gives each rank its part of an order that is drawn anew for each epoch.
+
+    def __init__(self, size, batch):
+        self.size, self.batch = size, batch
+        self.generator = torch.Generator().manual_seed(2)
+        self.order, self.at = torch.empty(0, dtype=torch.int64), 0
+
+    def draw(self):
+        me = raydist.rank()
+        if self.at + me.world_size * self.batch > len(self.order):
+            self.order, self.at = torch.randperm(self.size, generator=self.generator), 0
+        first = self.at + me.rank * self.batch
+        self.at += me.world_size * self.batch
+        return self.order[first : first + self.batch].tolist()
+
+    def state_dict(self):
+        return {"order": self.order, "at": self.at, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.order, self.at = state["order"], state["at"]
+        self.generator.set_state(state["generator"])
+
+
+def own_loop(config):
+    torch.manual_seed(0)
+    model, data, steps = Blocks(), Noisy(1600), config.train.steps
+    random_state.seed_everything(random_state.derive(config.seed, 0, raydist.rank().rank), False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parts = {
+        "schedule": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps),
+        "sampler": Sampler(len(data), config.data.batch_size),
+        "average": torch.zeros(3),
+        "mine": torch.zeros(()),
+    }
+    training = raydist.Recoverable(config, model=model, optimizer=optimizer, **parts)
+    for step in training.steps(steps):
+        with training.step():
+            chosen = [data[index] for index in parts["sampler"].draw()]
+            inputs, targets = map(torch.stack, zip(*chosen))
+            loss = nn.functional.cross_entropy(training.model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            parts["schedule"].step()
+            parts["average"].lerp_(model.last.bias.detach(), 0.1)
+            parts["mine"] += loss.detach()  # another number on each rank
+            raydist.report(step=step, loss=loss)
+    average, mine = parts["average"].tolist(), parts["mine"].item()
+    leave(model, {"average": average, "mine": mine})
+
+
+def leave(model, figures):
     parts = {name: each for name, each in model.state_dict().items() if not each.is_meta}
     own = {name: getattr(each, "to_local", lambda e=each: e)() for name, each in parts.items()}
     found = {
@@ -238,7 +293,8 @@ def storm(stream: Stream, words: tuple[str, ...], kills: int, seed: int) -> None
     folder = stream.path.parent.parent
     folder.mkdir()
     (folder / "stormy.py").write_text(JOB)
-    command = [sys.executable, "-m", "raydist.train", *WORDS, *words]
+    job = () if any(word.startswith("job=") for word in words) else ("job=stormy.py:job",)
+    command = [sys.executable, "-m", "raydist.train", *job, *WORDS, *words]
     killer = Killer(stream, random.Random(seed), kills)
     with (folder / "screen.txt").open("w") as screen:
         run = subprocess.Popen(command, cwd=folder, stdout=screen, stderr=screen)
