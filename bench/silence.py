@@ -2,7 +2,8 @@
 host that was cut off.
 
 Two ranks train; one gets a SIGSTOP, or the cable of its host is pulled. The words are raydist's
-defaults; Ray's are `HEALTH`, as docs/faults.md advises. The hosts are those of tests/rig: it needs
+defaults; Ray's are `HEALTH`, as docs/faults.md advises, and its own with a spare or an elastic
+size, where the run does not wait for Ray. The hosts are those of tests/rig: it needs
 root. Nothing stands beside: to the others a stopped rank is a collective that takes long, until
 torch's timeout (half an hour for gloo).
 """
@@ -24,6 +25,8 @@ from raydist.shared.events import read_kind
 
 STEPS, STRUCK, PAUSE_S = 120, 40, 0.05
 """Steps of a turn, the one before the fault, and seconds that each takes."""
+WARM = 200
+"""Steps in which a spare warms up, before the fault."""
 HEALTH = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
@@ -95,17 +98,17 @@ def turn_stop() -> tuple[float, float]:
         return told.t - struck, went_on(Path(folder), struck)
 
 
-def turn_cut(rig: Any) -> tuple[float, float]:
+def turn_cut(rig: Any, size: tuple[str, ...], warm: int) -> tuple[float, float]:
     """Seconds until the host that was cut off is given up, and until the next step is done on
-    another."""
+    another, or with fewer."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cut.py").write_text(JOB.format(folder=name))
         words = [
-            "scale=2x1",
+            *size,
             "backend=gloo",
             "watch.progress=none",
-            f"train.steps={STEPS}",
+            f"train.steps={STEPS + warm}",
             "checkpoint.every=100000",
         ]
         env = {"PYTHONPATH": str(Path(__file__).parent.parent), "RAY_ADDRESS": rig.ray_address}
@@ -118,11 +121,13 @@ def turn_cut(rig: Any) -> tuple[float, float]:
             *words,
         ]
         run = rig.hosts[0].popen(command, env=env, cwd=folder)
-        while not any(step >= STRUCK for _, step, _ in steps(folder)):
+        while not any(step >= STRUCK + warm for _, step, _ in steps(folder)):
             assert run.poll() is None, "the run ended before its host was cut off"
             time.sleep(0.01)
         (plan,) = read_kind(kinds.Plan, folder / "run" / "events.jsonl")
-        victim = next(host for host in rig.hosts if host.name == plan.slots[1]["host"])
+        sizes = read_kind(kinds.Resize, folder / "run" / "events.jsonl")
+        slots = [plan.slots, *(resize.slots for resize in sizes)][-1]
+        victim = next(host for host in rig.hosts if host.name == slots[1]["host"])
         struck = time.time()
         rig.cut(victim)
         assert run.wait(120) == 0
@@ -130,16 +135,18 @@ def turn_cut(rig: Any) -> tuple[float, float]:
         return lost.t - struck, went_on(folder, struck)
 
 
-def cuts(rounds: int) -> list[tuple[float, float]]:
+def cuts(
+    rounds: int, health: dict[str, str], size: tuple[str, ...] = ("scale=2x1",), warm: int = 0
+) -> list[tuple[float, float]]:
     """Each on hosts of its own: one that was cut off is of no use to the next."""
     from tests.rig import hosts
 
     found = []
     for number in range(rounds):
         with hosts(3) as rig:
-            rig.ray_up(cpus=2, env={**HEALTH, "PYTHONPATH": str(Path(__file__).parent.parent)})
+            rig.ray_up(cpus=2, env={**health, "PYTHONPATH": str(Path(__file__).parent.parent)})
             time.sleep(6)  # Ray's own delay before it looks at a new node for the first time
-            found.append(turn_cut(rig))
+            found.append(turn_cut(rig, size, warm))
         print(
             f"  round {number + 1}: cut off {found[-1][0]:.2f} s, {found[-1][1]:.2f} s", flush=True
         )
@@ -169,7 +176,9 @@ def main(rounds: int = 3) -> list[str]:
     rows = ["| | until it is known | until the next step | of it at most |", "|---|---|---|---|"]
     for fault, found in (
         ("one of 2 ranks is stopped", stops(rounds)),
-        ("one of 3 hosts is cut off", cuts(rounds)),
+        ("one of 3 hosts is cut off", cuts(rounds, HEALTH)),
+        ("the same with a spare", cuts(rounds, {}, ("scale=2x1", "scale.spares=1"), WARM)),
+        ("the same with scale=2..3x1", cuts(rounds, {}, ("scale=2..3x1",), WARM)),
     ):
         known, on = (statistics.median(column) for column in zip(*found, strict=True))
         rows.append(

@@ -19,6 +19,8 @@ slot per rank.
                           nodes lack room
     queue/                The order in which runs of many drivers get room on one Ray cluster
     ray_private.py        Every use of Ray's private API: Ray has no public API for these
+    reach.py              Which addresses are there: the kernel of each accepts or refuses a
+                          connection
     shortage.py           Texts for a request that the cluster can't hold: what is missing, what to
                           set instead
 """

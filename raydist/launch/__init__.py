@@ -18,6 +18,8 @@ rendezvous, started ranks.
                           without
     inline.py             group=inline, without Ray: one rank in this process, for pdb, or several
                           processes
+    left_out.py           Nodes that raydist has given up before Ray: no ranks until they are there
+                          again
     limits.py             Limits on waits for agents; longer with many ranks, whose replies come one
                           by one
     mailbox.py            Requests to a node's agents, and their answers, in one Ray call at a time

@@ -66,6 +66,13 @@ class Hosts(Protocol):
         """
         ...
 
+    def leave_out(self, node_ids: Collection[str]) -> None:
+        """Give these nodes no ranks until they accept connections again.
+
+        They do not, although Ray has not given them up.
+        """
+        ...
+
     def put(self, call: bytes) -> bytes | Awaitable[bytes]:
         """Put bytes where each node fetches them once."""
         ...

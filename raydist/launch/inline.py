@@ -206,6 +206,9 @@ class LocalHosts(Hosts):
     def reachable(self, node_ids: Collection[str]) -> set[str]:
         return set(node_ids)
 
+    def leave_out(self, node_ids: Collection[str]) -> None:
+        """Do nothing: there is no other machine."""
+
     def put(self, call: bytes) -> bytes:
         return call
 

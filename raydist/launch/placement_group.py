@@ -20,6 +20,7 @@ from raydist.launch import runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.hosts import Hosts
+from raydist.launch.left_out import LeftOut
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.request import AnyReply, Request
@@ -103,11 +104,17 @@ class RayHosts(Hosts):
         self.turn = Turn()
         """In the cluster's queue."""
         self.ray_stays = not ray_private.started_processes()
+        self._left_out = LeftOut(remaining_nodes)
         self.standby = None
         if validate.size_override(job.scale):
             reason_to_avoid = partial(node_history.reason_to_avoid, job, address)
             self.standby = StandbyNodes(
-                actors, job.scale, events, remaining_nodes, create_group, reason_to_avoid
+                actors,
+                job.scale,
+                events,
+                self._left_out.remaining,
+                create_group,
+                reason_to_avoid,
             )
 
     def take_turn(self, turn: Turn) -> None:
@@ -165,6 +172,9 @@ class RayHosts(Hosts):
 
     def reachable(self, node_ids: Collection[str]) -> set[str]:
         return connect.reachable(node_ids)
+
+    def leave_out(self, node_ids: Collection[str]) -> None:
+        self._left_out.add(node_ids)
 
     def put(self, call: bytes) -> Awaitable[bytes]:
         import ray

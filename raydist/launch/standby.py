@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from raydist.cluster import placement
@@ -15,6 +16,7 @@ from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn
 from raydist.cluster.shortage import describe_shortage
 from raydist.launch.actors import POLL_S, Actors, Waiting
+from raydist.launch.flush import Ask
 from raydist.messages.agent import Close, Open, Opened
 from raydist.settings.config import Scale
 from raydist.shared import kinds
@@ -37,6 +39,14 @@ class WarmNode(NamedTuple):
     """The name of its fork server."""
     first_reply: Future[Opened]
     """The reply of its first agent."""
+
+
+class Witness(NamedTuple):
+    """A node that can tell whether it reaches another one."""
+
+    node: Node
+    ask: Ask
+    """Sends to the node's first agent."""
 
 
 class StandbyNodes:
@@ -226,6 +236,22 @@ class StandbyNodes:
         Nodes that are still warming count.
         """
         return len({node.id for node in self._node_by_bundle().values()}) >= self._min
+
+    def remains_without(self, nodes: Collection[str]) -> bool:
+        """Return whether the job can continue at once without these nodes.
+
+        Nodes that are still warming do not count.
+        """
+        ranks = {slot.node.id for slot in self._actors.plan.leads}
+        return len((ranks | {each.node.id for each in self.witnesses()}) - set(nodes)) >= self._min
+
+    def witnesses(self) -> list[Witness]:
+        """Return the standby nodes that are warm. Other threads may call this too."""
+        ready = [bundle for bundle in list(self._warm) if self._ready(bundle)]
+        return [
+            Witness(self._warm[bundle].node, partial(self._actors.send, (bundle, 0), 0))
+            for bundle in ready
+        ]
 
     def replace_nodes(self, lost: Sequence[int]) -> Plan:
         """Assign the ranks anew, and wait for enough nodes.

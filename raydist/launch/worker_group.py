@@ -521,7 +521,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
 
     def __exit__(self, *_: object) -> None:
         standby = self.hosts.standby.close() if self.hosts.standby else []
-        closing = [*standby, *(self.call(slot.rank, Close()) for slot in self.plan.slots)]
+        replies = [self.call(slot.rank, Close()) for slot in self.plan.slots]
+        answering = [reply for rank, reply in enumerate(replies) if rank not in self._silent]
+        closing = [*standby, *answering]
         wait(closing, timeout=longest(CLOSE_S, len(closing)))
 
     def _note_facts(self) -> None:

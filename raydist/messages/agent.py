@@ -433,5 +433,16 @@ class GetLoad(Request[NodeLoad]):
 
 
 @dataclass(frozen=True)
+class FindReached(Request["set[tuple[str, int]]"]):
+    """Reply with those of these addresses that accept or refuse a connection from this node.
+
+    cluster.reach.reached_addresses() answers it, within about `within_s` seconds.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    within_s: float
+
+
+@dataclass(frozen=True)
 class Close(Request[None]):
     """End the rank and the store, and the fork server if the agent has started it."""

@@ -17,11 +17,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raydist.cluster import ray_private
+from raydist.cluster import ray_private, reach
 from raydist.messages.agent import (
     AskNccl,
     Close,
     Examine,
+    FindReached,
     FindUnreachablePaths,
     Flush,
     GetLoad,
@@ -195,6 +196,8 @@ class RankAgent:
                 return self.network_use()
             case GetLoad():
                 return await asyncio.to_thread(self._load.read)
+            case FindReached(addresses, within_s):
+                return await asyncio.to_thread(reach.reached_addresses, addresses, within_s)
             case CheckupRequest():
                 return await self.check_up(request)
             case Close():

@@ -15,6 +15,8 @@ attempt or the reason why there is none.
                           it ended
     clocks.py             Times of nodes' clocks -> of the driver's: clocks differ by more than
                           failures do
+    cut_monitor.py        Notices, while ranks train, that a node is cut off and the run can
+                          continue without it
     deadlines.py          How long to wait before ranks are stopped, and for agents that do not
                           answer
     hang.py               Examines all ranks when one is silent too long; ends the run for a certain
@@ -44,4 +46,5 @@ attempt or the reason why there is none.
                           the others
     supervisor.py         Receives messages of all ranks until each ends; stops the others once one
                           has failed
+    suspects.py           Which nodes may be lost: none of their agents has answered in time
 """

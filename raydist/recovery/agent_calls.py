@@ -13,6 +13,7 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import GetNews, RankNews, RecordedEnd
 from raydist.recovery import deadlines
 from raydist.recovery.clocks import Clocks
+from raydist.recovery.cut_monitor import CutMonitor, NodesCut
 from raydist.recovery.silences import Silences
 from raydist.shared import kinds
 from raydist.shared.events import Events
@@ -48,12 +49,15 @@ class AgentCalls:
         self,
         group: WorkerGroup,
         events: Events,
-        post: Callable[[AgentAnswer | NodeAnswer | ReachableNodes], None],
+        post: Callable[[AgentAnswer | NodeAnswer | ReachableNodes | NodesCut], None],
+        restarts: bool = False,
     ) -> None:
+        """`restarts`: whether the run may continue after the loss of a node."""
         self._group = group
         self._events = events
         self._post = post
         self._silences = Silences(deadlines.agent_limit(group.plan.world_size))
+        self.cuts = CutMonitor(group, post, restarts)
         self._clocks = Clocks()
         self._answer_times: dict[int, float] = {}
         """When the agent of each rank last answered, in seconds since the epoch."""
@@ -72,8 +76,14 @@ class AgentCalls:
         """Request an agent's next news. `running_s`: seconds since all ranks have met."""
         self._silences.note_call(rank, time.monotonic())
         interval = deadlines.answer_interval(running_s, self._group.plan.world_size)
+        self.cuts.note_call(rank)
         reply = self._group.call(rank, GetNews(interval))
-        reply.add_done_callback(lambda done: self._post(AgentAnswer(rank, done)))
+
+        def receive(done: Future[RankNews]) -> None:
+            self.cuts.note_answer(rank)
+            self._post(AgentAnswer(rank, done))
+
+        reply.add_done_callback(receive)
 
     def note(self, rank: int, news: RankNews) -> None:
         """Note that an agent has answered."""
@@ -86,6 +96,7 @@ class AgentCalls:
     def note_end(self, rank: int) -> None:
         """Note that a rank has ended: its agent need not answer any more."""
         self._silences.note_answer(rank)
+        self.cuts.note_answer(rank)
 
     def answered_at(self, rank: int) -> float | None:
         """Return when an agent last answered, in seconds since the epoch; None if it never did."""

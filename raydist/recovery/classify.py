@@ -173,14 +173,17 @@ def log_tells_more(report: RankEnd, raised: kinds.Raised | None) -> bool:
 
 
 def classify_lost(
-    rank: RankRecord, beat: Beat, at: float, error: BaseException | None = None
+    rank: RankRecord, beat: Beat, at: float, error: BaseException | None = None, cut: str = ""
 ) -> End:
     """Return the end of a rank whose agent is lost; its last heartbeat has the step and the phase.
 
-    `error`: the error of the call to the agent; None if the agent did not answer in time.
+    `error`: the error of the call to the agent; None if the agent did not answer in time. `cut`:
+    who does not reach its node; empty if that is unknown.
     """
     step, phase, _ = beat
     end = End(rank.rank, rank.host, "lost", at, step, phase, log=rank.log)
+    if cut:
+        return replace(end, why=cut, silent=True)
     if error is None:
         return replace(end, message="its agent stopped responding", silent=True)
     why = out_of_memory(error)

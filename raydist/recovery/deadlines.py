@@ -23,6 +23,9 @@ ANSWER_S = (0.5, 1.0)
 when the ranks need the CPU themselves (a reply costs 3 ms of it, nearly all in Ray)."""
 AGENT_S = 10.0
 """Seconds after a reply is due within which an agent, or a fork server, must answer."""
+SUSPECT_S = 1.0
+"""Seconds after a reply is due after which a node of which no agent has answered is suspect. That
+costs only a few connections: a busy node accepts them (recovery.cut_monitor)."""
 NODE_S = 30.0
 """Seconds within which a node reports how a rank ended: a Ray worker may have to start there, and
 has a low priority (Ray's worker_niceness is 15)."""
@@ -73,6 +76,11 @@ def late_answer(ranks: int) -> float:
     The limits of a hang assume few ranks.
     """
     return longest_interval(ranks) - ANSWER_S[1]
+
+
+def suspect_after(ranks: int) -> float:
+    """Return the seconds after which a node of which no agent has answered is suspect."""
+    return SUSPECT_S + longest_interval(ranks)
 
 
 def agent_limit(ranks: int) -> float:

@@ -19,6 +19,7 @@ from raydist.messages.rank import HoldTimeouts, LetGoTimeouts
 from raydist.recovery import classify, deadlines, phases
 from raydist.recovery.agent_calls import AgentAnswer, AgentCalls, NodeAnswer, ReachableNodes
 from raydist.recovery.classify import RankRecord
+from raydist.recovery.cut_monitor import NodesCut
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
 from raydist.recovery.in_place import Meeting
@@ -40,6 +41,7 @@ Received = (
     AgentAnswer
     | NodeAnswer
     | ReachableNodes
+    | NodesCut
     | Stopped
     | ConfirmedHang
     | DrainNotice
@@ -72,7 +74,7 @@ class Supervisor:
         self._logs = RankLogs(logs, self._world)
         self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
         post = self._messages.put  # a signal handler may call SimpleQueue.put
-        self._agents = AgentCalls(group, events, post)
+        self._agents = AgentCalls(group, events, post, bool(job.restart.max))
         self._hangs = HangMonitor(group, job.hang, events, logs, post)
         self._quiesce = Quiesce(group, bool(job.script))
         hosts = [slot.node.host for slot in group.plan.slots]
@@ -111,6 +113,7 @@ class Supervisor:
             for rank in range(self._world):
                 self._request_news(rank)
             stack.enter_context(self._hangs)
+            stack.enter_context(self._agents.cuts)
             stack.enter_context(LeaveMonitor(group, post))
             stack.enter_context(ResizeMonitor(group, events, post))
             stack.enter_context(self._quiesce)
@@ -209,6 +212,19 @@ class Supervisor:
             for rank in self._agents.ask_nodes(nodes, self._running_ranks):
                 self._on_lost(rank)
 
+    def _on_cut(self, cut: NodesCut) -> None:
+        """Handle the loss of nodes that Ray has not given up yet."""
+        lost, heard = set[str](), set[str]()
+        ranks = [rank for rank in sorted(self._running_ranks) if self._node(rank) in cut.nodes]
+        for rank in ranks:
+            answered = self._agents.has_answered(rank, cut.since)
+            (heard if answered else lost).add(self._node(rank))
+        lost -= heard
+        self._group.hosts.leave_out(lost)
+        for rank in ranks:
+            if self._node(rank) in lost:
+                self._on_lost(rank, cut=cut.why)
+
     def _on_node_answer(self, rank: int, answer: Future[RecordedEnd | None]) -> None:
         found = answer.result() if answer.exception() is None else None
         if rank in self.ends or rank not in self._agents.silent:
@@ -230,6 +246,8 @@ class Supervisor:
                 self._on_reply(rank, news)
             case ReachableNodes(nodes):
                 self._on_reached(nodes)
+            case NodesCut():
+                self._on_cut(message)
             case NodeAnswer(rank, found):
                 self._on_node_answer(rank, found)
             case DrainNotice():
@@ -316,10 +334,11 @@ class Supervisor:
         end = classify.classify_end(report, self._record_of(rank), self._phase.record, log_tail)
         self._note_end(replace(end, silent=silent))
 
-    def _on_lost(self, rank: int, error: BaseException | None = None) -> None:
+    def _on_lost(self, rank: int, error: BaseException | None = None, cut: str = "") -> None:
         """Handle the loss of a rank's agent.
 
-        `error`: of the call to the agent; None if the agent did not answer in time.
+        `error`: of the call to the agent; None if the agent did not answer in time. `cut`: who
+        does not reach its node; empty if that is unknown.
         """
         host, interval = self._host(rank), deadlines.longest_interval(self._world)
         at = classify.lost_at(
@@ -331,7 +350,7 @@ class Supervisor:
             math.isinf(self._phase.due),
         )
         self._note_end(
-            classify.classify_lost(self._record_of(rank), self._hangs.beat(rank), at, error)
+            classify.classify_lost(self._record_of(rank), self._hangs.beat(rank), at, error, cut)
         )
 
     def _on_stuck(self, rank: int) -> None:
@@ -369,3 +388,6 @@ class Supervisor:
 
     def _host(self, rank: int) -> str:
         return self._group.plan.slots[rank].node.host
+
+    def _node(self, rank: int) -> str:
+        return self._group.plan.slots[rank].node.id

@@ -60,6 +60,8 @@ class FakeGroup:
         self.settled = 0
         self.cut: set[str] = set()
         """Nodes that accept no connection."""
+        self.left_out: set[str] = set()
+        """Nodes that get no ranks for the moment."""
         self.connecting, self.reconnect = threading.Event(), threading.Event()
         """The first is set when a connection to such a node is tried; it fails once the second is
         set."""
@@ -93,6 +95,9 @@ class FakeGroup:
             self.connecting.set()
             assert self.reconnect.wait(PATIENCE_S)  # as a connection to a node that is cut off
         return set(node_ids) - self.cut
+
+    def leave_out(self, node_ids: Collection[str]) -> None:
+        self.left_out |= set(node_ids)
 
     def recorded_end(self, rank: int) -> Future[Any]:
         reply: Future[Any] = Future()

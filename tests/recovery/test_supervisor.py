@@ -28,6 +28,8 @@ from raydist.messages.agent import (
 from raydist.messages.rank import HoldRank, StopAfter
 from raydist.messages.request import Request
 from raydist.recovery import deadlines, hang, leave_monitor, resize, straggler
+from raydist.recovery.blame import describe_end
+from raydist.recovery.cut_monitor import NodesCut
 from raydist.recovery.policy import Retry
 from raydist.recovery.silences import Silences
 from raydist.shared import kinds
@@ -588,6 +590,36 @@ def test_nodes_that_are_cut_off_delay_no_message(tmp_path: Path) -> None:
             trial.fail(rank, RuntimeError("The actor died because its node did"))
         assert ways(trial) == ["finished", "exited", "lost", "lost"]
         assert trial.cause().rank == 1
+
+
+def test_the_ranks_of_a_node_that_is_cut_off_are_lost_before_ray_says_so(tmp_path: Path) -> None:
+    with Trial(tmp_path, ranks=3) as trial:
+        trial.answer(1, step=7)
+        trial.group.open[1].get(timeout=10)  # the next call is open, and is not answered
+        node = trial.group.plan.slots[1].node.id
+        why = "its node accepts no connections: not from the driver's machine, nor from node-3"
+        trial.supervisor._messages.put(NodesCut(frozenset({node}), time.monotonic(), why))
+        assert trial.stopped() == ([0, 1, 2], 0.0)
+        assert trial.group.left_out == {node}
+        trial.end(0, signum=9)
+        trial.end(2, signum=9)
+        assert ways(trial) == ["stopped", "lost", "stopped"]
+        assert describe_end(trial.cause()) == f"lost: {why}"
+        assert (trial.cause().gone, trial.cause().step) == (True, 7)
+
+
+def test_a_node_of_which_an_agent_has_answered_since_is_not_cut_off(tmp_path: Path) -> None:
+    with Trial(tmp_path) as trial:
+        since = time.monotonic()
+        trial.answer(1, step=7)
+        reply = trial.group.open[1].get(timeout=10)
+        node = trial.group.plan.slots[1].node.id
+        trial.supervisor._messages.put(NodesCut(frozenset({node}), since, "cut"))
+        trial.group.open[1].put(reply)
+        trial.end(0)
+        trial.end(1)
+        assert ways(trial) == ["finished", "finished"]
+        assert trial.group.left_out == set()
 
 
 def test_a_fork_server_that_is_silent_is_named_once(tmp_path: Path) -> None:
