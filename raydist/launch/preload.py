@@ -44,10 +44,11 @@ def modules(
         return script_modules(script)
     source = source_of(target)
     imports = imported_modules(source.read_text(encoding="utf-8")) if source else []
-    loop = (*LOOP, *(SHARDS if divides(parallel) else ())) if "raydist" in imports else ()
+    further = installed_imports(source) if source else []
+    fits = "raydist" in (*imports, *further)
+    loop = (*LOOP, *(SHARDS if divides(parallel) else ())) if fits else ()
     backend_module = module_of("gloo" if backend == "auto" else backend, parallel)
     driver = [DRIVERS[scheme(store)]] if scheme(store) in DRIVERS else []
-    further = installed_imports(source) if source else []
     names = [
         *ALWAYS,
         backend_module,

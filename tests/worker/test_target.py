@@ -68,6 +68,13 @@ def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:
     assert set(preload.LOOP) <= set(preload.modules(f"{file}:job", "gloo"))
 
 
+def test_a_file_whose_neighbour_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import raydist\n\ndef train(config): ...\n")
+    file = tmp_path / "job.py"
+    file.write_text("from own import train\n\ndef job(config):\n    train(config)\n")
+    assert set(preload.LOOP) <= set(preload.modules(f"{file}:job", "gloo"))
+
+
 @pytest.mark.parametrize("name", ["", "no.such.module:f", "os.path:basename", "nothing"])
 def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(name: str) -> None:
     assert preload.modules(name, "gloo")[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
