@@ -33,7 +33,14 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "4",
 }
 """What the head of Ray is started with: after four silent looks, 8 s, a node is dead."""
-JOB = "import raydist\nfrom bench.silence import train\n\n\ndef job(config):\n    train(config, {folder!r}, '')\n"
+JOB = """
+import raydist
+from bench.silence import train
+
+
+def job(config):
+    train(config, {folder!r}, '')
+"""
 
 
 def train(config: Any, folder: str, fault: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from raydist.shared.kinds import EventJson
+from raydist.worker.torch_private import connects_anew
 from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
 from tests.scenarios.test_restart_nodes import ROOT, events, left, reached, result, start
@@ -95,16 +96,30 @@ def pids_on(folder: Path, host: Host) -> set[int]:
     return began & host.processes().keys()
 
 
-def test_a_spare_takes_over_before_ray_gives_up_the_host(rig: Rig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "in_place",
+    [
+        "off",
+        pytest.param(
+            "on", marks=pytest.mark.skipif(not connects_anew(), reason="this torch cannot")
+        ),
+    ],
+)
+def test_a_spare_takes_over_before_ray_gives_up_the_host(
+    rig: Rig, tmp_path: Path, in_place: str
+) -> None:
     folder = tmp_path / "spare"
-    with running(rig, folder, "scale=2x1", "scale.spares=1") as run:
+    words = ("scale=2x1", "scale.spares=1", "backend=gloo", f"restart.in_place={in_place}")
+    with running(rig, folder, *words) as run:
         victim = other_host(rig, folder)
         with cut(rig, victim):
             wait_until(lambda: events(folder, "restarted"), "the next step", 50)
             (end,) = causes(folder)
             assert (end["how"], end["host"]) == ("lost", victim.name)
             assert end["why"].startswith(UNREACHABLE)
-            assert events(folder, "restarted")[0]["repeated"] <= 1
+            (back,) = events(folder, "restarted")
+            assert back["repeated"] <= 1
+            assert back.get("kept") == (None if in_place == "off" else [0])
             wait_for_steps(folder, 20)
             assert victim.name not in {slot["host"] for slot in slots(folder)}
             run.send_signal(signal.SIGINT)
