@@ -180,11 +180,13 @@ def stops(rounds: int) -> list[tuple[float, float]]:
 
 def main(rounds: int = 3) -> list[str]:
     """The table's rows."""
+    spare = ("scale=2x1", "scale.spares=1")
     rows = ["| | until it is known | until the next step | of it at most |", "|---|---|---|---|"]
     for fault, found in (
         ("one of 2 ranks is stopped", stops(rounds)),
         ("one of 3 hosts is cut off", cuts(rounds, HEALTH)),
-        ("the same with a spare", cuts(rounds, {}, ("scale=2x1", "scale.spares=1"), WARM)),
+        ("the same with a spare", cuts(rounds, {}, spare, WARM)),
+        ("and restart.in_place", cuts(rounds, {}, (*spare, "restart.in_place=auto"), WARM)),
         ("the same with scale=2..3x1", cuts(rounds, {}, ("scale=2..3x1",), WARM)),
     ):
         known, on = (statistics.median(column) for column in zip(*found, strict=True))
