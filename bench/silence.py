@@ -51,13 +51,14 @@ def train(config: Any, folder: str, fault: str) -> None:
 
     from raydist.worker import context
 
-    rank, attempt = raydist.rank().rank, os.environ["TORCHELASTIC_RESTART_COUNT"]
+    rank = raydist.rank().rank
     (Path(folder) / f"{rank}.pids").write_text(
         f"{os.getpid()} {os.getppid()}"
     )  # its own, and the fork server's
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        step = context.current().step
+        # with restart.in_place a rank takes part in several attempts
+        step, attempt = context.current().step, os.environ["TORCHELASTIC_RESTART_COUNT"]
         with (Path(folder) / f"{rank}.times").open("a") as times:
             times.write(f"{time.time()} {step} {attempt}\n")
         if (rank, step, attempt, fault) == (1, STRUCK, "0", "stop"):
