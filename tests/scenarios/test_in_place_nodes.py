@@ -65,8 +65,7 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("rank", [2, 0])
+@pytest.mark.parametrize(("rank", "parallel"), [(2, "fsdp"), (0, "ddp")])
 def test_ranks_on_the_other_host_keep_their_processes(
     rig: Rig, tmp_path: Path, rank: int, parallel: str
 ) -> None:

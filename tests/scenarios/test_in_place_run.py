@@ -136,7 +136,9 @@ def replaced_alone(done: Result[Any], killed: Sequence[set[int]]) -> None:
 @pytest.mark.parametrize("act", ["stop", "skip"])
 def test_a_rank_that_hangs_is_replaced_and_the_others_stay(whole: Result[Any], act: str) -> None:
     """It is stopped by a signal, or stays away from a collective in which the others wait."""
-    done = raydist.run(faults.training, *WORDS, "restart.in_place=on", struck=(Fault(act, 2, 20),))
+    words = [word for word in WORDS if not word.startswith("hang.limit_s=")]
+    more = ("restart.in_place=on", "hang.limit_s=10")
+    done = raydist.run(faults.training, *words, *more, struck=(Fault(act, 2, 20),))
     assert (done.values, losses(done)) == (whole.values, losses(whole))
     (back,) = events(done, "restarted")
     first, second = pids(done)
