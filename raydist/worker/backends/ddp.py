@@ -166,9 +166,9 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
         current.in_place = None
     rank, timeout = int(env.get("RANK", "0")), timedelta(seconds=job.backend.timeout_s)
     device_id = device if job.backend.name == "nccl" else None
-    comm, listened = DDPComm(job.backend, device), listening()
+    comm = DDPComm(job.backend, device)
     if current.in_place is not None:
-        comm = replace(comm, store=StoreOfAttempt(timeout))
+        comm, listened = replace(comm, store=StoreOfAttempt(timeout)), listening()
         with no_barrier():
             dist.init_process_group(
                 job.backend.name,
@@ -179,6 +179,8 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
                 world_size=world_size,
                 enable_reconfigure=True,  # torch before 2.14 does not know the argument
             )
+        comm.listens.update(listening() - listened)
+        comm.meet(current.in_place)
     else:
         dist.init_process_group(
             job.backend.name,
@@ -186,14 +188,11 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[DDPComm]:
             device_id=device_id,
             **init_arguments(job.init_method, rank, world_size, env),
         )
-    if current.in_place is not None:
-        comm.listens.update(listening() - listened)
-        comm.meet(current.in_place)
-    elif world_size > 1 and job.backend.name == "gloo":
-        # Gloo connects each pair separately. Without this barrier, a rank whose job ends at once
-        # closes the connections that a slower rank is still opening, and that rank fails in
-        # init_process_group.
-        dist.barrier()
+        if world_size > 1 and job.backend.name == "gloo":
+            # Gloo connects each pair separately. Without this barrier, a rank whose job ends at
+            # once closes the connections that a slower rank is still opening, and that rank fails
+            # in init_process_group.
+            dist.barrier()
     failed = True
     try:
         yield comm
