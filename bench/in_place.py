@@ -43,7 +43,7 @@ def fitted(config: Any, note: Callable[[int], object]) -> None:
     """On a rank: raydist's own loop; a step is noted when it is done."""
     from torch.utils.data import TensorDataset
 
-    from bench.losses import next_token
+    from tests.losses import next_token
 
     model, tokens = training_parts()
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
@@ -56,7 +56,7 @@ def own_loop(config: Any, note: Callable[[int], object]) -> None:
     """On a rank: the same in a loop of one's own."""
     import torch
 
-    from bench.losses import next_token
+    from tests.losses import next_token
 
     model, tokens = training_parts()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -25,8 +25,8 @@ def made(name: str, batch: int) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     from torch.nn import functional as F
     from torch.utils.data import TensorDataset
 
-    from bench.losses import next_token
     from raydist.training.gpt import GPT
+    from tests.losses import next_token
 
     torch.manual_seed(0)
     samples = 2 * batch * (STEPS + WARM)

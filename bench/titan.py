@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import raydist
-from bench.losses import next_token
 from bench.measure import RANKS, heads, row
+from tests.losses import next_token
 
 SAMPLES, TOKENS, STEPS = 4, 128, 40
 """Samples of a rank in a step, tokens of a sample, steps."""

@@ -1,4 +1,4 @@
-"""A loss that several tests train with."""
+"""A loss that several tests and benchmarks train with."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ over. Real Ray nodes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -124,19 +125,27 @@ class Site:
             self.remove(node)
 
 
-@pytest.fixture(scope="module")
-def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+@contextmanager
+def site_of(folder: Path, head_cpus: int) -> Iterator[Site]:
+    """Yield a cluster of one node, whose nodes import what is in this checkout."""
     from ray.cluster_utils import Cluster
 
-    tmp = tmp_path_factory.mktemp("nodes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("TMPDIR", str(tmp))
-        args = {**HEAD, "num_cpus": 1, "_system_config": QUICK}
-        site = Site(Cluster(initialize_head=True, head_node_args=args), tmp)
+        args = {**HEAD, "num_cpus": head_cpus, "_system_config": QUICK}
+        site = Site(Cluster(initialize_head=True, head_node_args=args), folder)
         yield site
         site.tidy()
         site.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    tmp = tmp_path_factory.mktemp("nodes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp))
+        with site_of(tmp, 1) as site:
+            yield site
 
 
 @pytest.fixture

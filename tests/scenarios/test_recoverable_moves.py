@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from raydist.shared.kinds import EventJson
-from tests.conftest import ROOT
-from tests.programs import HEAD, Program
+from tests.programs import Program
 from tests.scenarios.test_drain import drain
-from tests.scenarios.test_elastic_run import QUICK, Site, resized, sizes
+from tests.scenarios.test_elastic_run import Site, resized, site_of, sizes
 from tests.scenarios.test_operate import operate
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -78,16 +77,8 @@ def values(made: list[EventJson], name: str) -> list[float]:
 @pytest.fixture(scope="module")
 def grounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A cluster whose head has no CPU."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        args = {**HEAD, "num_cpus": 0, "_system_config": QUICK}
-        cluster = Cluster(initialize_head=True, head_node_args=args)
-        site = Site(cluster, tmp_path_factory.mktemp("nodes"))
+    with site_of(tmp_path_factory.mktemp("nodes"), 0) as site:
         yield site
-        site.tidy()
-        site.cluster.shutdown()
 
 
 @pytest.fixture
