@@ -19,12 +19,13 @@ from raydist.shared.kinds import EventJson
 from raydist.worker.torch_private import connects_anew
 from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
-from tests.scenarios.test_restart_nodes import ROOT, events, left, reached, result, start
+from tests.scenarios.test_restart_nodes import ROOT, events, left, lost, reached, result, start
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.slow, requires_root]
 WARM_S = 10
 """Until a spare is warm: no event tells."""
+ENV = {"PYTHONPATH": str(ROOT)}
 LONG = "train.epochs=100000"
 UNREACHABLE = "its node accepts no connections: not from the driver's machine, nor from "
 
@@ -32,7 +33,7 @@ UNREACHABLE = "its node accepts no connections: not from the driver's machine, n
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
     with hosts(3) as rig:
-        rig.ray_up(cpus=1, env={"PYTHONPATH": str(ROOT)})
+        rig.ray_up(cpus=1, env=ENV)
         yield rig
 
 
@@ -51,15 +52,6 @@ def running(rig: Rig, folder: Path, *words: str) -> Iterator[subprocess.Popen[st
         run.kill()
         run.wait()
     wait_until(lambda: not left(rig), lambda: str(left(rig)), 60)
-
-
-@contextmanager
-def cut(rig: Rig, host: Host) -> Iterator[None]:
-    rig.cut(host)
-    try:
-        yield
-    finally:
-        rig.restore(host)
 
 
 def latest_step(folder: Path) -> int:
@@ -112,7 +104,7 @@ def test_a_spare_takes_over_before_ray_gives_up_the_host(
     words = ("scale=2x1", "scale.spares=1", "backend=gloo", f"restart.in_place={in_place}")
     with running(rig, folder, *words) as run:
         victim = other_host(rig, folder)
-        with cut(rig, victim):
+        with lost(rig, victim, cut=True, cpus=1, env=ENV):
             wait_until(lambda: events(folder, "restarted"), "the next step", 50)
             (end,) = causes(folder)
             assert (end["how"], end["host"]) == ("lost", victim.name)
@@ -137,13 +129,13 @@ def test_an_elastic_run_shrinks_before_ray_gives_up_the_host_and_grows_again(
         victim = other_host(rig, folder)
         old = pids_on(folder, victim)
         assert len(old) == 1
-        # Ray still takes the host for alive when the cable is plugged in again.
-        with cut(rig, victim):
-            wait_until(lambda: len(slots(folder)) == 2, "two ranks", 50)
-            (end,) = causes(folder)
-            assert (end["how"], end["host"]) == ("lost", victim.name)
-            assert end["why"].startswith(UNREACHABLE)
-            wait_for_steps(folder, 20)
+        rig.cut(victim)
+        wait_until(lambda: len(slots(folder)) == 2, "two ranks", 50)
+        # At once: Ray is to take the host for alive when the cable is plugged in again.
+        rig.restore(victim)
+        (end,) = causes(folder)
+        assert (end["how"], end["host"]) == ("lost", victim.name)
+        assert end["why"].startswith(UNREACHABLE)
         wait_until(lambda: not old & victim.processes().keys(), "end of the old rank", 60)
         wait_until(lambda: len(slots(folder)) == 3, "three ranks again", 120)
         wait_for_steps(folder, 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,9 +173,11 @@ def test_a_run_stopped_between_the_states_of_two_hosts_draws_the_same_dropout(
 
 
 @contextmanager
-def lost(rig: Rig, host: Host, *, cut: bool = False) -> Iterator[None]:
+def lost(
+    rig: Rig, host: Host, *, cut: bool = False, cpus: int = 2, env: Mapping[str, str] = ENV
+) -> Iterator[None]:
     """Cut the power of a host, or its cable. At the end, also of a test that has failed, it comes
-    back: the next test needs it."""
+    back, with Ray: the next test needs it."""
     if cut:
         rig.cut(host)
     else:
@@ -186,7 +188,7 @@ def lost(rig: Rig, host: Host, *, cut: bool = False) -> Iterator[None]:
         if cut:
             host.kill()
         host.boot()
-        rig.ray_join(host, cpus=2, env=ENV)
+        rig.ray_join(host, cpus, env)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
