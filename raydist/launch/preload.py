@@ -22,12 +22,15 @@ LOOP = ("raydist.training.fit", "torch._dynamo", "hydra.utils")
 needs hydra."""
 SHARDS = ("torch.distributed.checkpoint.state_dict",)
 """What fit imports in addition if the model is in shards."""
+COMPILER = "raydist.worker.compiler"
+"""Has torch.compile ready in each rank."""
 DDP = Parallel()
 
 
 def of(job: Job) -> list[str]:
     """Return the modules to import for a job, in order."""
-    return modules(job.job.target, job.backend.name, job.script, job.storage, job.parallel)
+    found = modules(job.job.target, job.backend.name, job.script, job.storage, job.parallel)
+    return list(dict.fromkeys([*found, COMPILER])) if job.train.compile else found
 
 
 def modules(
@@ -85,11 +88,12 @@ def installed_imports(first: Path) -> list[str]:
             for name in imports
         ]
         unread += [path for path in own if path.is_file() and path not in seen]
+        names += imports
         # torch's optimizers import torch._dynamo in their first step.
-        names += [
-            *imports,
-            *(["torch._dynamo"] if "torch.optim" in source or "optim." in source else []),
-        ]
+        if "torch.optim" in source or "optim." in source:
+            names.append("torch._dynamo")
+        if "torch.compile(" in source:
+            names.append(COMPILER)
     return [*lasting_modules(dict.fromkeys(names))]
 
 

@@ -7,6 +7,8 @@ a heartbeat, saves states. Never imports Ray.
     backends/             The table of backends by name: each is a module that only a rank imports
     channel.py            A rank's channel to its agent: a socket for events, and a heartbeat page
     checkpoint.py         A job's own checkpoints: save a state, find the one to continue from
+    compiler.py           Has torch.compile ready: imported by a fork server, before it forks ranks
+                          that compile
     context.py            The rank's context, for jobs: rank, reports, step; works under torchrun
                           too
     debugger.py           pdb in a rank, over its channel: breakpoint() waits for a person, who may

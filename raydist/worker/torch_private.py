@@ -259,6 +259,20 @@ def import_dynamo() -> None:
         importlib.import_module("torch._dynamo")
 
 
+def prepare_compiler() -> None:
+    """Do what a process does once, when it first compiles, for all that are forked from this one.
+
+    It imports the compiler, and hashes the files of torch and Triton, which are part of the names
+    of all compiled code on the disk.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._inductor.compile_fx")
+        code_cache = importlib.import_module("torch._inductor.codecache")
+        for name in ("torch_key", "triton_key"):
+            if (hashed := getattr(code_cache, name, None)) is not None:
+                hashed()
+
+
 def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place: on a GPU in a few kernels, in place of one for each tensor."""
     import torch

@@ -9,6 +9,7 @@ import pytest
 
 from raydist.launch import preload
 from raydist.node import fork_launcher
+from raydist.settings import compose
 from raydist.settings.config import Job, Target
 from raydist.worker import target
 
@@ -73,6 +74,19 @@ def test_a_file_whose_neighbour_uses_raydist_gets_the_loop_warm(tmp_path: Path) 
     file = tmp_path / "job.py"
     file.write_text("from own import train\n\ndef job(config):\n    train(config)\n")
     assert set(preload.LOOP) <= set(preload.modules(f"{file}:job", "gloo"))
+
+
+def test_a_job_or_program_that_compiles_gets_the_compiler_warm(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import torch\n\nfast = torch.compile(print)\n")
+    (file := tmp_path / "job.py").write_text("import own\n\ndef job(config): ...\n")
+    target = f"{file}:job"
+    assert preload.COMPILER in preload.modules(target, "gloo")
+    assert preload.COMPILER in preload.script_modules(str(file))
+    (tmp_path / "own.py").write_text("import torch\n")
+    assert preload.COMPILER not in preload.modules(target, "gloo")
+    for word, warm in (("blocks", True), ("true", True), ("false", False)):
+        job = compose.compose([f"job={file}", f"train.compile={word}"])
+        assert (preload.COMPILER in preload.of(job)) == warm
 
 
 @pytest.mark.parametrize("name", ["", "no.such.module:f", "os.path:basename", "nothing"])

@@ -3,6 +3,7 @@ longer."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -343,6 +344,7 @@ def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.delattr(torch, "_foreach_mul_")
             for module in (
                 "torch._dynamo",
+                "torch._inductor.codecache",
                 "torch._subclasses.fake_tensor",
                 "torch.utils._python_dispatch",
             ):
@@ -351,12 +353,36 @@ def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) ->
         torch_private.multiply_all(tensors, torch.tensor(0.5))
         assert [each.tolist() for each in tensors] == [[0.5] * 2, [0.5] * 3]
         torch_private.import_dynamo()
+        if without:
+            torch_private.prepare_compiler()
         with torch_private.fake_tensors():
             made = torch.ones(2)
         assert made.device.type == ("meta" if without else "cpu")
         assert products_noted() == (0 if without else 1)
     scaler: Any = FlatScaler()
     assert torch_private.scaler_state(scaler) == {"scale": 2.0}
+
+
+READY = """
+import os, sys
+import torch._dynamo
+
+threads = os.listdir("/proc/self/task")
+import raydist.worker.compiler
+
+assert os.listdir("/proc/self/task") == threads, "a thread would be missing in the ranks"
+assert "torch._inductor.compile_fx" in sys.modules
+opened = []
+sys.addaudithook(lambda event, given: event == "open" and opened.append(given[0]))
+from torch._inductor import codecache
+assert codecache.torch_key() and codecache.CacheBase.get_system()
+assert len(opened) < 100, f"{len(opened)} files were read again"
+"""
+
+
+def test_what_is_forked_neither_imports_the_compiler_nor_hashes_its_files() -> None:
+    done = subprocess.run([sys.executable, "-c", READY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_torch_without_a_kernel_of_attention_has_the_others(
