@@ -1,8 +1,8 @@
 """Seconds from the SIGKILL of one of 4 ranks until the next step is done: only that rank is forked
 (restart.in_place), or all of them are; and what it costs a run in which nothing fails.
 
-With DDP, with FSDP, with DDP whose blocks are compiled (the new rank compiles them, the others have
-their code), and in a loop of one's own with raydist.Recoverable. The model is a language model of
+With DDP, with FSDP, the same with compiled code (the new rank compiles, the others have theirs),
+and in a loop of one's own with raydist.Recoverable. The model is a language model of
 two small blocks.
 """
 
@@ -75,6 +75,8 @@ CASES: dict[str, tuple[Loop, tuple[str, ...]]] = {
     "ddp": (fitted, ("parallel=ddp",)),
     "fsdp": (fitted, ("parallel=fsdp",)),
     "ddp, train.compile=blocks": (fitted, ("parallel=ddp", "train.compile=blocks")),
+    "ddp, train.compile=true": (fitted, ("parallel=ddp", "train.compile=true")),
+    "fsdp, train.compile=true": (fitted, ("parallel=fsdp", "train.compile=true")),
     "a loop of one's own": (own_loop, ("parallel=ddp",)),
 }
 

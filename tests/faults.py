@@ -127,14 +127,20 @@ def training(config: Any, pause: float = 0.0, struck: tuple[Fault, ...] = ()) ->
 
     figures = raydist.fit(config, train=TensorDataset(inputs, targets), test=TensorDataset(inputs, targets),
                           loss=loss, model=model)  # fmt: skip
-    parts = (
-        (name, value) for name, value in model.state_dict().items() if not value.is_meta
-    )  # another stage's
-    weights = {
-        name: getattr(value, "full_tensor", lambda value=value: value)().tolist()
-        for name, value in parts
+    return {
+        "figures": figures,
+        "weights": whole_weights(model),
+        "random": torch.get_rng_state().tolist(),
     }
-    return {"figures": figures, "weights": weights, "random": torch.get_rng_state().tolist()}
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a model that may be divided; of a pipeline that of this rank's stage."""
+    return {
+        name: getattr(value, "full_tensor", lambda value=value: value)().tolist()
+        for name, value in model.state_dict().items()
+        if not value.is_meta  # another stage's
+    }
 
 
 def compiled(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
@@ -154,7 +160,7 @@ def compiled(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any]:
     figures = raydist.fit(
         config, train=data, test=data, loss=next_token, model=model, on_step=on_step
     )
-    return {"figures": figures, "weights": [each.tolist() for each in model.parameters()]}
+    return {"figures": figures, "weights": whole_weights(model)}
 
 
 def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:

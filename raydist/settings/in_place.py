@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from raydist.settings.config import Job
-from raydist.settings.mesh import divides
 from raydist.shared.errors import ConfigError
 
 
@@ -20,9 +19,6 @@ def why_not(job: Job) -> str:
         return f"backend={job.backend.name} cannot connect a new rank to others that stay"
     if job.init_method != "env":
         return f"init_method={job.init_method} has a new meeting point for each attempt"
-    if job.train.compile and (job.train.compile is True or divides(job.parallel)):
-        whose = "a whole model" if job.train.compile is True else "a model in shards"
-        return f"the code of {whose} (train.compile) is for one group of ranks"
     if job.snapshot.every == 0:
         return "snapshot.every=0 keeps no state in memory"
     return ""

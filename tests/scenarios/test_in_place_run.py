@@ -99,17 +99,31 @@ def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ..
     replaced_alone(done, [{1}, {1}, {0}, {2, 3}, {0}])
 
 
+def compiling(config: Any, struck: tuple[Fault, ...]) -> tuple[dict[str, Any], int]:
+    """Train a compiled model; return the result, and how many functions this process compiled."""
+    from torch._dynamo.utils import counters
+
+    return faults.compiled(config, struck), counters["frames"]["ok"]
+
+
 @pytest.mark.slow
-def test_ranks_that_stay_keep_the_compiled_code_of_their_blocks() -> None:
-    words = ("scale=1x2", "train.compile=blocks", "train.epochs=3")
+@pytest.mark.parametrize(
+    "more", ["train.compile=blocks", "train.compile=true", "train.compile=true parallel=fsdp"]
+)
+def test_ranks_that_stay_keep_their_compiled_code(more: str) -> None:
+    words = ("scale=1x2", "train.epochs=3", *more.split())
 
     def run(*more: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
-        return raydist.run(faults.compiled, *WORDS[1:], *words, *more, struck=struck)
+        return raydist.run(compiling, *WORDS[1:], *words, *more, struck=struck)
 
     alone = run()
-    done = run("restart.in_place=on", struck=(kill(1, 6), kill(0, 9, 1)))
-    assert (done.values, losses(done)) == (alone.values, losses(alone))
-    assert [event.get("kept") for event in events(done, "restarted")] == [[0], [1]]
+    done = run("restart.in_place=on", struck=(kill(1, 6), kill(1, 9, 1)))
+    (found, compiled), (expected, once) = (
+        [*zip(*each.values, strict=True)] for each in (done, alone)
+    )
+    assert (found, losses(done)) == (expected, losses(alone))
+    assert [event.get("kept") for event in events(done, "restarted")] == [[0], [0]]
+    assert compiled[0] == once[0] > 1
 
 
 def replaced_alone(done: Result[Any], killed: Sequence[set[int]]) -> None:

@@ -46,7 +46,6 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         for word in (
             "backend=nccl",
             "init_method=file",
-            "train.compile=true",
             "snapshot.every=0",
             "script=train.py",
         )
