@@ -29,7 +29,7 @@ from raydist.tools.doctor_report import Report
 Reply = TypeVar("Reply")
 
 ANSWER_S = 60.0
-TRY_S = 300.0
+TRY_S = 500.0
 """Longest wait for gloo and NCCL to be tried out.
 
 For each of them torch is loaded once from a cold network file system.

@@ -92,7 +92,7 @@ def test_a_link_that_is_broken_between_two_hosts_is_found_and_named(rig: Rig) ->
     assert there.startswith(f"{pair[0]} -> {pair[1]}: ")
     assert back == f"{pair[1]} -> {pair[0]}: no answer within 1 s"
     assert report["checks"]["peers"] == {"host0": "ok", "host1": "FAIL", "host2": "FAIL"}
-    assert report["verdict"].startswith("this job would break: peers (1 of ")
+    assert report["verdict"].startswith("this job would break: peers (1 of "), by_check
 
 
 def test_a_host_whose_packets_are_dropped_like_by_a_firewall_is_found(rig: Rig) -> None:
