@@ -15,15 +15,20 @@ from raydist.state.shard_choice import WholeShards
 
 
 class ShardSaver:
-    """Has the nodes write, one after another, the checkpoints that an attempt's ranks request.
-
-    The ranks of a later attempt do not wait for them.
-    """
+    """Has the nodes write, one after another, the checkpoints that an attempt's ranks request."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._thread: threading.Thread | None = None
         """The thread of the newest checkpoint."""
+        self._kept = False
+        """As in kinds.Save: whether a restart does not need it."""
+        self._left = False
+
+    @property
+    def locks(self) -> bool:
+        """Whether rank 0's state is locked, because a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive() and not self._left
 
     def start(self, plan: Plan, call: Transport, request: kinds.SaveShards) -> None:
         """Have the checkpoint written that rank 0 requested; the ranks train meanwhile.
@@ -48,8 +53,18 @@ class ShardSaver:
                 )
                 self._emit(kinds.Warning(text=text))
 
+        self._kept, self._left = request.kept, False
         self._thread = thread = threading.Thread(target=write, name="raydist-save", daemon=True)
         thread.start()
+
+    def leave(self) -> None:
+        """Unlock the state although it is being written: a node with a part of it may be gone."""
+        self._left = True
+
+    def rest_if_needed(self, within_s: float) -> None:
+        """Wait for the newest checkpoint, unless the next attempt finds its state in memory."""
+        if not self._kept:
+            self.rest(within_s)
 
     def rest(self, within_s: float) -> None:
         """Wait until the newest checkpoint is on the disk, or given up."""

@@ -20,10 +20,10 @@ from raydist.shared import arguments
 from raydist.shared.own_path import machine_id
 
 
-def common_request(job: Job, has_call: bool, keep: bool) -> StartRank:
+def common_request(job: Job, has_call: bool, keep: bool, saving: bool) -> StartRank:
     """Return the request of a rank without what differs between ranks.
 
-    `has_call`: whether the job is a pickled function. `keep`: as in StartRank.
+    `has_call`: whether the job is a pickled function. `keep`, `saving`: as in StartRank.
     """
     copied = runtime_env.root(job)
     program = arguments.seen_from(copied or os.getcwd(), job.script)
@@ -41,6 +41,7 @@ def common_request(job: Job, has_call: bool, keep: bool) -> StartRank:
         call=has_call,
         driver=machine_id(),
         keep=keep,
+        saving=saving,
     )
 
 

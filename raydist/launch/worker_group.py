@@ -236,8 +236,10 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             if replaced:
                 self._note_facts()
             self._wait_for_writer()
-            if not replaced:  # otherwise a node that is gone may hold a part of it
-                self._saver.rest(flush.FLUSH_S)
+            if replaced:
+                self._saver.leave()
+            else:
+                self._saver.rest_if_needed(flush.FLUSH_S)
             if has_store:
                 self.rendezvous = replace(self.rendezvous, attempt=attempt)
                 return True
@@ -255,7 +257,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         return True
 
     def _wait_for_writer(self) -> None:
-        """Wait for the checkpoint that rank 0's node is writing."""
+        """Wait for the checkpoint that rank 0's node is writing, unless a restart needs none."""
         try:
             self.call(0, WaitForWriter()).result(flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
@@ -439,7 +441,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         checks_node.check_nodes(job, self.plan, self.facts, self._events.warn)
         self._send_call(call)
         self._known_values.clear()
-        common = start_requests.common_request(job, call is not None, bool(self.rendezvous.pids))
+        common = start_requests.common_request(
+            job, call is not None, bool(self.rendezvous.pids), self._saver.locks
+        )
         requests = start_requests.rank_requests(
             common, job, self.plan, self.facts, variables, self.nodes
         )

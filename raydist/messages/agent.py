@@ -188,6 +188,8 @@ class StartRank(Request[ProcessId]):
     """Whether a process that waits for this attempt continues; otherwise it is killed."""
     after: tuple[ProcessId, ...] = ()
     """The processes of agents that this one replaces on its node: they may hold the GPU."""
+    saving: bool = False
+    """Whether a state that the previous attempt has locked is still being written to the disk."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +364,7 @@ class IsOpen(Request[bool]):
 
 @dataclass(frozen=True)
 class WaitForWriter(Request[None]):
-    """Reply when the checkpoint that is being written is on the disk."""
+    """Reply when the checkpoint that is being written is on the disk, or a restart needs none."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class RankSpec(ServerMessage):
     """The file of the pickled function, if the job is a function."""
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound, by raydist or by mpirun; None: it is not bound."""
+    saving: bool = False
+    """As in StartRank."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from raydist.messages.agent import (
     Opened,
     ProcessId,
     RankEnd,
+    RankNews,
     RankValue,
     ReadDebugger,
     StartRank,
@@ -145,7 +147,7 @@ class RankAgent:
             case StartRank():
                 return await self.start(request)
             case GetNews():
-                return await self._newest_process().news(request.patience)
+                return await self._news(request.patience)
             case GetStatus():
                 return self._process.status() if self._process is not None else None
             case Examine(quick):
@@ -179,7 +181,7 @@ class RankAgent:
             case IsOpen():
                 return await self.is_open()
             case WaitForWriter():
-                return await self._writer.wait() if self._writer is not None else None
+                return await self._writer.wait_if_needed() if self._writer is not None else None
             case Flush():
                 return await self.flush(request)
             case ListSteps():
@@ -226,7 +228,7 @@ class RankAgent:
 
             # The driver knows the GPUs of each rank.
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
-        self._writer = Writer(self._client, self._add_event, self._spawn)
+        self._writer = Writer(self._client, self._spawn)
         if request.lead:
             raylet = ray_private.raylet_pid() if request.ray_stays else 0
             keep_s = min(request.keep_s, kept_server.most_s())
@@ -290,14 +292,15 @@ class RankAgent:
     async def _start(self, request: StartRank, given: FromMpirun) -> ProcessId:
         assert self._writer is not None, "open() comes first"
         if request.keep and self._process is not None and self._process.waits:
-            await self._writer.wait()
+            await self._writer.wait_if_needed()
             if self._process.go_on(request):
                 return self._process.id
         if self._process is not None:
             await self._process.make_way()
         await rank_process.end_earlier(request.after)
+        await self._writer.wait_if_needed()
+        request = replace(request, saving=request.saving or self._writer.busy)
         spec = rank_spec.complete_spec(request, self.folder, given)
-        await self._writer.wait()  # the last checkpoint of the previous attempt is on the disk
         if self._process is not None:
             self._process.release()
         forked = await rank_process.fork_process(self._server, request, spec, given.descriptors)
@@ -337,7 +340,7 @@ class RankAgent:
         await self._writer.wait()
         message = WriteCheckpoint(step=request.step, random=request.random)
         await asyncio.wait({self._writer.start(message)})
-        return process.reports.take_events()
+        return [*process.reports.take_events(), *self._writer.take_events()]
 
     async def stop(self, request: StopRank) -> None:
         """Stop the rank, if it has been started (RankProcess.stop)."""
@@ -406,9 +409,11 @@ class RankAgent:
         """Return how the rank ended, with what this agent knows about the cause."""
         return end
 
-    def _add_event(self, event: EventJson) -> None:
-        """Keep an event of the writer for the driver."""
-        self._newest_process().reports.add(event)
+    async def _news(self, patience: float) -> RankNews:
+        """Return what is new of the rank, and of the checkpoints that its node has written."""
+        news = await self._newest_process().news(patience)
+        written = self._writer.take_events() if self._writer is not None else []
+        return replace(news, events=[*news.events, *written])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

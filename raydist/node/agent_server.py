@@ -302,7 +302,7 @@ class AgentServer:
         if len(fds) < 3:
             raise ValueError("a rank needs a log, a channel and a heartbeat")
         memories = self.memories[agent] = self.memories_of(spec)
-        fds = [*fds[:3], *memories.of_rank(agent, spec.env), *fds[3:]]
+        fds = [*fds[:3], *memories.of_rank(agent, spec.env, spec.saving), *fds[3:]]
         # The loader read it when this process started: a fork can't change it.
         libraries = spec.env.get("LD_LIBRARY_PATH")
         forks = self.start == "fork" and libraries == os.environ.get("LD_LIBRARY_PATH")

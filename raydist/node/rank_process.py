@@ -192,7 +192,9 @@ class RankProcess:
         if server_quiet > SERVER_S and self._saving():
             self._server.end_server()
         if end is not None and not end.kept:
-            readers = {self.channel.reader, *filter(None, [self._writer.reader])}
+            readers = {self.channel.reader}
+            if self._writer.reader is not None and not (end.code or end.signal):
+                readers.add(self._writer.reader)  # a rank that finishes waits for its checkpoint
             # A child of the rank may still hold the other end.
             await asyncio.wait(readers, timeout=0.5)
         elif end is None and (why := self.reports.nccl.refusal()):
@@ -352,7 +354,7 @@ class RankProcess:
     def _add_event(self, event: EventJson) -> None:
         """Keep an event of the rank for the driver, or do what it requests."""
         if event["kind"] == "save":
-            self._writer.start(WriteCheckpoint(last=False))
+            self._writer.start(WriteCheckpoint(last=False), needed=not event.get("kept"))
         else:
             self.reports.add(event)
 

@@ -63,6 +63,7 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
         value=str(folder / f"rank-{request.rank}.value"),
         call=str(folder / CALL) if request.call else None,
         cpus=given.cpus or request.cpus,
+        saving=request.saving,
     )
 
 

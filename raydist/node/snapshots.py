@@ -87,10 +87,12 @@ class SnapshotBuffers:
             else Path(spec.env.get(env_names.RUN_DIR, run)) / "checkpoints",
         )
 
-    def of_rank(self, agent: socket.socket, env: Mapping[str, str]) -> tuple[int, int]:
+    def of_rank(
+        self, agent: socket.socket, env: Mapping[str, str], saving: bool = False
+    ) -> tuple[int, int]:
         """Return descriptors of the memories of a rank and of the first rank on this node.
 
-        They are -1 without memfd_create.
+        They are -1 without memfd_create. `saving`: as in StartRank.
         """
         self.agents.add(agent)
         local = int(env.get("LOCAL_RANK", "0"))
@@ -100,7 +102,7 @@ class SnapshotBuffers:
         ):
             self.descriptors[each] = os.memfd_create(f"raydist-snapshot-{each}")
             os.pwrite(self.descriptors[each], blank_page(), 0)
-        if local == 0:
+        if local == 0 and not saving:
             self.unlock()  # the previous rank may have died between its lock and its request
         return self.descriptors.get(local, -1), self.descriptors.get(0, -1)
 

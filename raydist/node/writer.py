@@ -21,14 +21,14 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 class Writer:
     """Has the fork server fork writer processes, one at a time, and reads what they send."""
 
-    def __init__(
-        self, server: ForkClient, add_event: Callable[[EventJson], None], spawn: Spawn
-    ) -> None:
+    def __init__(self, server: ForkClient, spawn: Spawn) -> None:
         """`spawn`: creates a task that ends with the agent."""
         self._server = server
-        self._add_event = add_event
         self._spawn = spawn
         self._reply: ShardsReply | None = None
+        self._events: list[EventJson] = []
+        self._needed = True
+        """Whether the next attempt needs what the last process writes."""
         self.reader: asyncio.Task[None] | None = None
         """The task that reads what the last process sends, and ends with it."""
 
@@ -37,18 +37,35 @@ class Writer:
         """Whether a requested process has not ended."""
         return self.reader is not None and not self.reader.done()
 
-    def start(self, message: WriteCheckpoint | ShardsRequest) -> asyncio.Task[None]:
-        """Fork a process for this request, and return the task that ends with it."""
+    def start(
+        self, message: WriteCheckpoint | ShardsRequest, needed: bool = True
+    ) -> asyncio.Task[None]:
+        """Fork a process for this request, and return the task that ends with it.
+
+        `needed`: whether the next attempt needs its checkpoint, because it has the state nowhere
+        else.
+        """
+        self._needed = needed
         agent_end, writer_end = socket.socketpair()
         self._server.send(message, [writer_end.fileno()])
         writer_end.close()
-        self.reader = self._spawn(read_messages(agent_end, self._add_event, self._note))
+        self.reader = self._spawn(read_messages(agent_end, self._events.append, self._note))
         return self.reader
 
     async def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         if self.reader is not None:
             await asyncio.wait({self.reader})
+
+    async def wait_if_needed(self) -> None:
+        """Wait until then, unless the next attempt does not need it."""
+        if self._needed:
+            await self.wait()
+
+    def take_events(self) -> list[EventJson]:
+        """Return the events of its processes that have not been taken."""
+        events, self._events[:] = [*self._events], []
+        return events
 
     async def ask(self, request: ShardsRequest) -> ShardsReply | None:
         """Have a process execute this request, and return its reply.
@@ -57,7 +74,7 @@ class Writer:
         """
         await self.wait()
         self._reply = None
-        await asyncio.wait({self.start(request)})
+        await asyncio.wait({self.start(request, needed=False)})  # the driver waits for the reply
         if isinstance(self._reply, WriterFailed):
             raise OSError(self._reply.error)
         return self._reply

@@ -353,6 +353,9 @@ class Profiled(OfRank):
 class Save(RankRequest):
     """Rank 0 has put a state into memory that is to be written to the disk."""
 
+    kept: bool = False
+    """Whether the ranks keep this state in memory besides: a restart needs no checkpoint of it."""
+
 
 class SaveShards(RankRequest):
     """All ranks have put a sharded state into memory that is to be written to the disk."""
@@ -364,6 +367,8 @@ class SaveShards(RankRequest):
     best: str | None
     metrics: Mapping[str, float]
     reported: Mapping[str, Any]
+    kept: bool = False
+    """As for `Save`."""
 
 
 class MeetRequest(RankRequest):

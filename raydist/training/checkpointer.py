@@ -225,6 +225,8 @@ class ShardCheckpointer:
 
     def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
         step, source = state.progress.step, state.order.owns()
+        if self.keeps and self._kept_step != step:
+            self._keep(state)  # so that a restart need not wait until it is on the disk
         sharded.save(step, self._shards(state, source), metrics, self.job.checkpoint)
         self.saved_step = step
 

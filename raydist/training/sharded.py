@@ -202,6 +202,7 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
                 best=request.best,
                 metrics=request.metrics,
                 reported=request.reported,
+                kept=request.step in memory.steps,
             )
         )
     return True

@@ -130,7 +130,7 @@ def hand_over(request: SaveRequest, snapshot: int = -1) -> bool:
         memory.request_save(request, snapshot)
     except NoRoom:
         return False
-    context.emit_event(kinds.Save(rank=context.rank().rank))
+    context.emit_event(kinds.Save(rank=context.rank().rank, kept=snapshot >= 0))
     return True
 
 

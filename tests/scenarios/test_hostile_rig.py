@@ -16,6 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
+from tests.slow_folder import FUSEPY, SLOW_FOLDER
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, requires_root]
 
@@ -39,81 +40,6 @@ NOBODY = (
     "setpriv --reuid 54321 --regid 54321 --clear-groups --inh-caps +dac_read_search "
     "--ambient-caps +dac_read_search"
 )
-
-SLOW_FOLDER = """
-import errno, os, sys, threading, time
-from fusepy import FUSE, FuseOSError, Operations
-
-ATTRIBUTES = ("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid")
-
-class Slow(Operations):
-    def __call__(self, operation, path, *args):
-        try:
-            return getattr(self, operation)(sys.argv[1] + path, *args)
-        except OSError as error:
-            raise FuseOSError(error.errno)
-
-    def getattr(self, path, handle=None):
-        time.sleep(0.005)
-        found = os.lstat(path)
-        return {name: getattr(found, name) for name in ATTRIBUTES}
-
-    def access(self, path, mode):
-        if not os.access(path, mode):
-            raise FuseOSError(errno.EACCES)
-
-    def create(self, path, mode, info=None):
-        return os.open(path, os.O_RDWR | os.O_CREAT, mode)
-
-    def open(self, path, flags):
-        return os.open(path, flags)
-
-    def read(self, path, size, offset, handle):
-        return os.pread(handle, size, offset)
-
-    def write(self, path, data, offset, handle):
-        return os.pwrite(handle, data, offset)
-
-    def release(self, path, handle):
-        os.close(handle)
-
-    def readdir(self, path, handle):
-        return [".", "..", *os.listdir(path)]
-
-    def rename(self, old, new):
-        os.rename(old, sys.argv[1] + new)
-
-    def symlink(self, link, target):
-        os.symlink(target, link)
-
-    def mknod(self, path, mode, device):
-        os.mknod(path, mode, device)
-
-    def mkdir(self, path, mode):
-        os.mkdir(path, mode)
-
-    def chmod(self, path, mode):
-        os.chmod(path, mode)
-
-    def truncate(self, path, length, handle=None):
-        os.truncate(path, length)
-
-    def rmdir(self, path):
-        os.rmdir(path)
-
-    def unlink(self, path):
-        os.unlink(path)
-
-    def readlink(self, path):
-        return os.readlink(path)
-
-    def utimens(self, path, times=None):
-        os.utime(path, times)
-
-options = {"attr_timeout": 0, "entry_timeout": 0}
-FUSE(Slow(), sys.argv[2], foreground=True, allow_other=True, **options)
-"""
-"""A file system that answers each stat after 5 ms, for Debian's python3-fusepy."""
 
 SLOW_TORCH = """
 import sys, time
@@ -145,8 +71,6 @@ class Lack:
     """What this machine must have for it, as a path."""
 
 
-FUSE = "/usr/lib/python3/dist-packages/fusepy.py"
-
 LACKS = {
     "a uid without a password entry": Lack("chmod 777 . $TMPDIR", f"env HOME=/ {NOBODY} {TRAIN}"),
     "no HOME": Lack("unset HOME"),
@@ -160,13 +84,13 @@ LACKS = {
     "a TMPDIR on a slow file system": Lack(
         "mkdir slow behind; /usr/bin/python3 -I ../slow_folder.py $PWD/behind $PWD/slow >fuse 2>&1 &\n"
         "until grep -q $PWD/slow /proc/mounts; do sleep 0.05; done; export TMPDIR=$PWD/slow",
-        needs=FUSE,
+        needs=FUSEPY,
     ),
     "a run folder on a slow file system": Lack(
         "mkdir slow behind; /usr/bin/python3 -I ../slow_folder.py $PWD/behind $PWD/slow >fuse 2>&1 &\n"
         "until grep -q $PWD/slow /proc/mounts; do sleep 0.05; done; export RAYDIST_RUNS=$PWD/slow",
         TRAIN,
-        needs=FUSE,
+        needs=FUSEPY,
     ),
     "a full disk for the run folder": Lack(
         "mkdir full; mount -t tmpfs -o size=64k none full; export RAYDIST_RUNS=$PWD/full\n"
@@ -221,7 +145,7 @@ def rig() -> Iterator[Rig]:
 def bare(rig: Rig) -> Host:
     """The host on which no Ray runs."""
     host = rig.hosts[2]
-    write(host, "slow_folder.py", SLOW_FOLDER)
+    write(host, "slow_folder.py", SLOW_FOLDER.read_text())
     write(host, "late_torch.py", f"LATE_S = {LATE_S}\n{SLOW_TORCH}")
     return host
 

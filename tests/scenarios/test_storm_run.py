@@ -10,6 +10,7 @@ import torch
 
 from bench import storm
 from raydist.worker.torch_private import connects_anew
+from tests.checkpoints import differences
 
 pytestmark = pytest.mark.skipif(not connects_anew(), reason="this torch cannot connect ranks anew")
 KILLS = 5
@@ -33,7 +34,7 @@ def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
     storm.storm(other, ("train.steps=20", "seed=1"), 0, 0)
     with pytest.raises(storm.Storm, match="differences: loss of step 1, "):
         storm.check(other, alone)
-    odd = storm.differences(storm.state_of(tmp_path / "other"), alone.state)
+    odd = differences(storm.state_of(tmp_path / "other"), alone.state)
     for part in (
         ".0.figures.loss",
         ".3.random",
@@ -45,6 +46,6 @@ def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
 
 def test_one_bit_is_a_difference() -> None:
     zero = {"a": [torch.zeros(2), 1.0], "b": {"c": torch.arange(3)}}
-    assert not storm.differences(zero, {"a": [torch.zeros(2), 1.0], "b": {"c": torch.arange(3)}})
+    assert not differences(zero, {"a": [torch.zeros(2), 1.0], "b": {"c": torch.arange(3)}})
     other = {"a": [torch.tensor([0.0, -0.0]), 1.0], "b": {"c": torch.arange(3).double(), "d": 1}}
-    assert storm.differences(zero, other) == [".a[0]", ".b.d", ".b.c"]
+    assert differences(zero, other) == [".a[0]", ".b.d", ".b.c"]
