@@ -24,6 +24,7 @@ class ShardSaver:
         self._kept = False
         """As in kinds.Save: whether a restart does not need it."""
         self._left = False
+        """Whether its state was unlocked before it was on the disk."""
 
     @property
     def locks(self) -> bool:

@@ -235,11 +235,12 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         try:
             if replaced:
                 self._note_facts()
-            self._wait_for_writer()
             if replaced:
                 self._saver.leave()
             else:
                 self._saver.rest_if_needed(flush.FLUSH_S)
+            if not self._saver.locks:
+                self._wait_for_writer()
             if has_store:
                 self.rendezvous = replace(self.rendezvous, attempt=attempt)
                 return True

@@ -74,7 +74,7 @@ class Writer:
         """
         await self.wait()
         self._reply = None
-        await asyncio.wait({self.start(request, needed=False)})  # the driver waits for the reply
+        await asyncio.wait({self.start(request)})
         if isinstance(self._reply, WriterFailed):
             raise OSError(self._reply.error)
         return self._reply

@@ -386,8 +386,9 @@ def prune(folder: StoragePath, settings: Retention, step: int) -> None:
         return
     for path in paths:
         if path not in kept and isinstance(path, Path):
-            # Renamed first, because a reader must never find half a checkpoint.
-            shutil.rmtree(path.rename(folder / f"{DROPPED}{path.name}"), ignore_errors=True)
+            with suppress(FileNotFoundError):  # another writer has just dropped it
+                # Renamed first, because a reader must never find half a checkpoint.
+                shutil.rmtree(path.rename(folder / f"{DROPPED}{path.name}"), ignore_errors=True)
     for left in folder.glob(".*"):
         with suppress(FileNotFoundError):  # another writer has just completed it, or deletes it too
             if left.name.startswith((DROPPED, REPLACED)) or abandoned(left):
