@@ -59,7 +59,7 @@ class ShardSaver:
         thread.start()
 
     def leave(self) -> None:
-        """Unlock the state although it is being written: a node with a part of it may be gone."""
+        """Have the next attempt unlock the state, although it may still be written."""
         self._left = True
 
     def rest_if_needed(self, within_s: float) -> None:

@@ -235,8 +235,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         try:
             if replaced:
                 self._note_facts()
-            if replaced:
-                self._saver.leave()
+                self._saver.leave()  # a node that is gone may hold a part of the checkpoint
             else:
                 self._saver.rest_if_needed(flush.FLUSH_S)
             if not self._saver.locks:

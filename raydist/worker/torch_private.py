@@ -263,9 +263,9 @@ def prepare_compiler() -> None:
     """Do what a process does once, when it first compiles, for all that are forked from this one.
 
     It imports the compiler, and hashes the files of torch and Triton, which are part of the names
-    of all compiled code on the disk.
+    of all compiled code on the disk. It starts no thread and does not use a GPU.
     """
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):  # in another torch each rank does it for itself
         importlib.import_module("torch._inductor.compile_fx")
         code_cache = importlib.import_module("torch._inductor.codecache")
         for name in ("torch_key", "triton_key"):

@@ -130,9 +130,10 @@ def test_an_elastic_run_shrinks_before_ray_gives_up_the_host_and_grows_again(
         old = pids_on(folder, victim)
         assert len(old) == 1
         rig.cut(victim)
-        wait_until(lambda: len(slots(folder)) == 2, "two ranks", 50)
-        # At once: Ray is to take the host for alive when the cable is plugged in again.
-        rig.restore(victim)
+        try:
+            wait_until(lambda: len(slots(folder)) == 2, "two ranks", 50)
+        finally:  # at once: Ray is to take the host for alive when the cable is plugged in again
+            rig.restore(victim)
         (end,) = causes(folder)
         assert (end["how"], end["host"]) == ("lost", victim.name)
         assert end["why"].startswith(UNREACHABLE)
