@@ -92,7 +92,7 @@ def installed_imports(first: Path) -> list[str]:
         # torch's optimizers import torch._dynamo in their first step.
         if "torch.optim" in source or "optim." in source:
             names.append("torch._dynamo")
-        if "torch.compile(" in source:
+        if "torch.compile" in source:
             names.append(COMPILER)
     return [*lasting_modules(dict.fromkeys(names))]
 
