@@ -3,7 +3,7 @@
     /usr/bin/python3 -I slow_folder.py BEHIND FOLDER [HOLD]
 
 FOLDER has the files of BEHIND. Each stat takes 5 ms. While the file HOLD exists, no file can be
-created in a folder of a checkpoint, for a minute at most.
+created in a folder of a checkpoint, for two minutes at most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 FUSEPY = "/usr/lib/python3/dist-packages/fusepy.py"
 SLOW_FOLDER = Path(__file__)
-HELD_S = 60
+HELD_S = 120
 ATTRIBUTES = (
     "st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size", "st_uid"
 )  # fmt: skip
