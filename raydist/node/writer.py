@@ -64,7 +64,8 @@ class Writer:
 
     def take_events(self) -> list[EventJson]:
         """Return the events of its processes that have not been taken."""
-        events, self._events[:] = [*self._events], []
+        events = [*self._events]
+        self._events.clear()  # the same list, to which the reader appends
         return events
 
     async def ask(self, request: ShardsRequest) -> ShardsReply | None:

@@ -218,15 +218,18 @@ class ShardCheckpointer:
         sharded.begin_keep(state.progress.step, self._shards(state, source), alongside)
         self._kept_step = state.progress.step
 
-    def hold(self, state: TrainingState) -> bool:
+    def _keep_at_once(self, state: TrainingState) -> None:
+        """Keep the state in memory whether or not it is due."""
         if self.keeps and self._kept_step != state.progress.step:
             self._keep(state)
+
+    def hold(self, state: TrainingState) -> bool:
+        self._keep_at_once(state)
         return self.keeps and sharded.copied()
 
     def save(self, state: TrainingState, metrics: dict[str, float]) -> None:
         step, source = state.progress.step, state.order.owns()
-        if self.keeps and self._kept_step != step:
-            self._keep(state)  # so that a restart need not wait until it is on the disk
+        self._keep_at_once(state)  # so that a restart need not wait until it is on the disk
         sharded.save(step, self._shards(state, source), metrics, self.job.checkpoint)
         self.saved_step = step
 
