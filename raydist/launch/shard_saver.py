@@ -21,8 +21,8 @@ class ShardSaver:
         self._emit = emit
         self._thread: threading.Thread | None = None
         """The thread of the newest checkpoint."""
-        self._kept = False
-        """As in kinds.Save: whether a restart does not need it."""
+        self._needed = True
+        """Whether the next attempt needs it, because it has the state nowhere else."""
         self._left = False
         """Whether its state was unlocked before it was on the disk."""
 
@@ -54,7 +54,7 @@ class ShardSaver:
                 )
                 self._emit(kinds.Warning(text=text))
 
-        self._kept, self._left = request.kept, False
+        self._needed, self._left = not request.kept, False
         self._thread = thread = threading.Thread(target=write, name="raydist-save", daemon=True)
         thread.start()
 
@@ -63,8 +63,8 @@ class ShardSaver:
         self._left = True
 
     def rest_if_needed(self, within_s: float) -> None:
-        """Wait for the newest checkpoint, unless the next attempt finds its state in memory."""
-        if not self._kept:
+        """Wait for the newest checkpoint, unless the next attempt does not need it."""
+        if self._needed:
             self.rest(within_s)
 
     def rest(self, within_s: float) -> None:

@@ -18,6 +18,7 @@ from raydist.messages.request import Request
 from raydist.network import checks_node
 from raydist.network import variables as network_variables
 from raydist.network.finding import CHECKS
+from raydist.node import dryrun
 from raydist.node.path_check import CHECK_S
 from raydist.node.peers import patience
 from raydist.settings.config import Job
@@ -29,11 +30,6 @@ from raydist.tools.doctor_report import Report
 Reply = TypeVar("Reply")
 
 ANSWER_S = 60.0
-TRY_S = 500.0
-"""Longest wait for gloo and NCCL to be tried out.
-
-For each of them torch is loaded once from a cold network file system.
-"""
 TRIED = {"gloo": ("gloo",), "nccl": ("gloo", "nccl"), "horovod": ("nccl",)}
 """Backend -> libraries to try. Horovod's own gloo can't be tried without ranks."""
 
@@ -205,9 +201,8 @@ class Rounds:
             variables = [
                 {var.name: var.value for var in self._variables[lead.rank]} for lead in self._leads
             ]
-            replies = self._ask(
-                "try_out", [TryLibraries(names, of_rank) for of_rank in variables], TRY_S
-            )
+            requests = [TryLibraries(names, of_rank) for of_rank in variables]
+            replies = self._ask("try_out", requests, len(names) * dryrun.LIMIT_S)
             bad = list(doctor_findings.check_loaded_libraries(self._hosts, replies))
             for name in names:
                 self._report.add(name, *(finding for finding in bad if finding.check == name))
