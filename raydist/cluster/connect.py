@@ -20,6 +20,7 @@ from typing import Any
 from raydist.cluster import autoscaler, drain, local_ray, placement, ray_private
 from raydist.cluster.gcs import answers
 from raydist.cluster.nodes import Node, NodeType, nodes_from_ray, types_from_config
+from raydist.cluster.reach import Address, reached_addresses
 from raydist.settings.config import Job
 from raydist.shared import ending, kinds, signals
 from raydist.shared.errors import LaunchError
@@ -292,20 +293,16 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
     ):
         return
 
-    def ask(node: Mapping[str, Any]) -> None:
-        address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-        ray_private.prestart_workers(address, counts[node["NodeID"]], keep_s, CONNECT_S)
+    def ask(node: tuple[str, Address]) -> None:
+        id, (ip, port) = node
+        ray_private.prestart_workers(f"{ip}:{port}", counts[id], keep_s, CONNECT_S)
 
     # No run fails without them: a node may be gone or busy, or Ray may be.
     with contextlib.suppress(Exception), ThreadPoolExecutor(CONNECT_AT_ONCE) as pool:
-        list(
-            pool.map(
-                ask, [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in counts]
-            )
-        )
+        list(pool.map(ask, [node for node in raylets().items() if node[0] in counts]))
 
 
-def raylets() -> dict[str, tuple[str, int]]:
+def raylets() -> dict[str, Address]:
     """Return address and port of the raylet of each node that is alive, by the node's id."""
     import ray
 
@@ -317,18 +314,7 @@ def raylets() -> dict[str, tuple[str, int]]:
 
 
 def reachable(node_ids: Collection[str]) -> set[str]:
-    """Return those of these nodes that accept connections at the port of their raylets."""
-    import ray
-
-    def accepts(node: Mapping[str, Any]) -> bool:
-        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-        try:
-            socket.create_connection(address, CONNECT_S).close()
-        except OSError:
-            return False
-        return True
-
-    nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in node_ids]
-    with ThreadPoolExecutor(CONNECT_AT_ONCE) as pool:
-        accepting = pool.map(accepts, nodes)
-    return {node["NodeID"] for node, does in zip(nodes, accepting, strict=True) if does}
+    """Return those of these nodes whose kernel answers at the port of their raylets."""
+    addresses = {id: address for id, address in raylets().items() if id in node_ids}
+    answering = reached_addresses(addresses.values(), CONNECT_S)
+    return {id for id, address in addresses.items() if address in answering}

@@ -60,14 +60,14 @@ class Hosts(Protocol):
         ...
 
     def reachable(self, node_ids: Collection[str]) -> set[str]:
-        """Return which of these nodes accept connections.
+        """Return those of these nodes whose kernels answer.
 
         Ray itself notices that the others are gone.
         """
         ...
 
     def leave_out(self, node_ids: Collection[str]) -> None:
-        """Give these nodes no ranks until they accept connections again.
+        """Give these nodes no ranks until their kernels answer again.
 
         They do not, although Ray has not given them up.
         """

@@ -37,7 +37,7 @@ class NodeAnswer:
 
 @dataclass(frozen=True)
 class ReachableNodes:
-    """The ids of those nodes of silent agents that accept connections."""
+    """The ids of those nodes of silent agents whose kernels answer."""
 
     nodes: frozenset[str]
 
@@ -132,9 +132,9 @@ class AgentCalls:
         )
 
     def reach(self, ranks: Iterable[int]) -> None:
-        """Connect to the nodes of these ranks, and post those that accept connections.
+        """Connect to the nodes of these ranks, and post those that answer.
 
-        In a thread: each node that is cut off takes half a second.
+        In a thread: a node that is cut off takes half a second.
         """
         if self._reaching:
             return
