@@ -204,6 +204,9 @@ class QueuedTurn(Turn):
         with contextlib.suppress(Exception):  # the GCS does not answer: it makes way in vain
             store.forget_request(self._own.id)
         self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost, outside=False)
+        # A pause or cancellation that the thread of `_beat` read while Ray placed the run.
+        if self._own.paused_by or self._ends:
+            self._leave(self._ends or instruction_text(PAUSE, self._own.paused_by))
 
     def wanted_by(self) -> str:
         request = self._request
@@ -304,7 +307,7 @@ class QueuedTurn(Turn):
 
     def _follow(self, instruction: Instruction) -> None:
         """Do what a person wants of this run."""
-        command = f"`raydist queue {instruction.act}` of {instruction.by}"
+        command = instruction_text(instruction.act, instruction.by)
         if instruction.act == MOVE:
             self._change(priority=instruction.priority)
         elif instruction.act == RESUME:
@@ -350,6 +353,11 @@ def start_workers(asked: Collection[str]) -> None:
         entries = store.read_all().entries
         nodes = {node for each in entries if each.id in asked for node in each.held}
         connect.keep_workers(dict.fromkeys(nodes, 1), WORKERS_S)
+
+
+def instruction_text(act: str, by: str) -> str:
+    """Return what a person has typed, and who, as the reason why a run leaves."""
+    return f"`raydist queue {act}` of {by}"
 
 
 def for_whom(entry: Entry, why: str = "") -> str:

@@ -10,7 +10,15 @@ import pytest
 
 from raydist.cluster import placement, ray_private
 from raydist.cluster.queue import others, store, turn, wait_limits
-from raydist.cluster.queue.entry import Entry, WayRequest
+from raydist.cluster.queue.entry import (
+    CANCEL,
+    LEAVING,
+    PAUSE,
+    PLACING,
+    Entry,
+    Instruction,
+    WayRequest,
+)
 from raydist.cluster.queue.order import Cluster, Verdict
 from raydist.cluster.queue.outer import KUBERAY_TAGS, has_outer_queue
 from raydist.settings.config import Backend, Job, Queue, Scale
@@ -93,6 +101,19 @@ def test_room_just_given_back_is_waited_for(
     assert own._look().asks == {}
     clock.now += others.FREED_S
     assert own._look().asks.keys() == {"other/0"}
+
+
+@pytest.mark.parametrize("act", [PAUSE, CANCEL])
+def test_a_run_that_is_paused_or_cancelled_while_it_is_placed_leaves(
+    act: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    own = urgent(monkeypatch, store.Everything([], {}))
+    own._change(state=PLACING)
+    own._follow(Instruction(act, "ana@login"))
+    assert own.wanted_by() == ""
+    own.note_placement([node(1, 0)])
+    assert own.wanted_by() == f"`raydist queue {act}` of ana@login"
+    assert own._own.state == LEAVING
 
 
 def test_the_wait_for_room_outside_the_queue_has_a_limit(clock: Clock) -> None:
