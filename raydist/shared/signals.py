@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -83,17 +84,26 @@ def take() -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
-def stopper() -> Callable[[Stopped], None] | None:
-    """Return a function with which another thread stops the run of this thread, as a signal does.
+@dataclass(frozen=True)
+class Stopper:
+    """Stops a run from another thread."""
+
+    stop: Callable[[Stopped], None]
+    """Stops it as a signal does."""
+    ends_at_once: bool
+    """Whether the second call ends it at once, and this process with it."""
+
+
+def stopper() -> Stopper | None:
+    """Return the Stopper of the run of this thread.
 
     None: the run is in a thread that has no Halt, so nothing stops it alone.
     """
     if (halt := getattr(_thread, "halt", None)) is not None:
-        stop: Callable[[Stopped], None] = halt.stop
-        return stop
+        return Stopper(halt.stop, ends_at_once=False)
     if threading.current_thread() is not threading.main_thread():
         return None
-    return lambda stopped: os.kill(os.getpid(), stopped.signum)
+    return Stopper(lambda stopped: os.kill(os.getpid(), stopped.signum), ends_at_once=True)
 
 
 def raise_again() -> None:

@@ -354,10 +354,8 @@ class Conductor:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
                 if (wrong := unreported_objective(trial, self._setup.objectives)) is not None:
                     self._end(wrong)
-            case Stopped() as stopped:
+            case Stopped():  # without an intent somebody has stopped this trial alone
                 self._tell(replace(trial, state=live.intent or "stopped"))
-                if not live.intent:  # nobody here has stopped it
-                    self._end(stopped)
             case RaydistError() as error:
                 self._fail(trial.number, error)
             case error:

@@ -19,7 +19,7 @@ from typing import Literal
 from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
-from raydist.sweeps.trial import OPEN, Objective, Trial
+from raydist.sweeps.trial import Objective, Trial
 
 HOUR_S = 3600.0
 LEAST = 3
@@ -123,9 +123,10 @@ def promotable(trials: Sequence[Trial], rung: int, rule: Prune) -> list[int]:
 def last_resort(trials: Sequence[Trial], rule: Prune, more: bool) -> int | None:
     """Return the best trial of the highest rung if no other trial could finish.
 
-    That is so if all trials are paused or over, none has finished, and none is to come.
+    That is so if all trials are paused or over, none has finished, and none is to come. One that
+    was stopped alone does not continue in this part of the sweep.
     """
-    if more or any(trial.state in (*OPEN, "finished") for trial in trials):
+    if more or any(trial.state in ("waiting", "running", "finished") for trial in trials):
         return None
     paused = [trial for trial in trials if trial.state == "paused"]
     rung = max((len(trial.curve) for trial in paused), default=0) - 1

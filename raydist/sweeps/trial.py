@@ -16,7 +16,7 @@ from raydist.shared.kinds import Event
 
 State = Literal["waiting", "running", "stopped", "paused", "finished", "failed", "ended"]
 """`paused`: worse than others at a milestone, but may still continue. `ended`: permanently, for the
-same reason. `stopped`: with the sweep."""
+same reason. `stopped`: by a person, or with the sweep."""
 OPEN: tuple[State, ...] = ("waiting", "running", "stopped")
 """The states of a trial that is still to be run, or to be continued."""
 

@@ -102,16 +102,20 @@ class InOrder:
     def tell(self, trial: Trial) -> None: ...
 
 
+def conductor_of(sweep: Sweep, path: Path, trials: int) -> Unrun:
+    """Return a Conductor for so many trials."""
+    screen = SweepScreen(Watch(progress="none"), (LOSS,))
+    space: Any = AnySpace()
+    setup = Setup(
+        space, InOrder(), sweep, trials, (LOSS,), Folder(path), screen, lambda trials: None
+    )
+    return Unrun(setup, {})
+
+
 def ours(workers: int, path: Path) -> dict[int, int]:
     """Return the verdicts of the Conductor, where a trial that may continue keeps its place."""
     sweep = Sweep(objective="min:loss", prune="asha", min_steps=1, reduction=3, parallel=workers)
-    screen = SweepScreen(Watch(progress="none"), (LOSS,))
-    space: Any = AnySpace()
-    folder = Folder(path)
-    setup = Setup(
-        space, InOrder(), sweep, len(CURVES), (LOSS,), folder, screen, lambda trials: None
-    )
-    conductor = Unrun(setup, {})
+    conductor = conductor_of(sweep, path, len(CURVES))
     now: list[tuple[int, int, int]] = []
     time = 0
 
@@ -152,6 +156,27 @@ def test_asha_ends_the_trials_that_the_reference_ends(
     reached = ours(workers, tmp_path)
     assert reached == reference_asha(workers)
     assert sorted({*reached.values()}) == [0, 1, 2, 3]
+
+
+def test_a_trial_that_is_stopped_alone_stops_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "find_room", lambda job, gangs, alone: job)
+    sweep = Sweep(objective="min:loss", prune="asha", min_steps=1, reduction=3, parallel=2)
+    conductor = conductor_of(sweep, tmp_path, 3)
+    while conductor._start_next():
+        for live in conductor._live.values():
+            live.thread.join()
+    conductor._over(Over(0, Stopped(signal.SIGTERM)))  # `raydist stop` of this trial
+    assert conductor._live[1].halt.stopped is None
+    assert conductor._start_next()
+    for number in (1, 2):
+        conductor._reached(Reached(number, 1, 1.0))
+        conductor._over(Over(number, Stopped(signal.SIGTERM)))
+    states = {trial.number: trial.state for trial in conductor.states}
+    assert states == {0: "stopped", 1: "paused", 2: "paused"}
+    # The stopped one finishes only in another part of the sweep: the best one goes on here.
+    assert conductor._next() == 1
 
 
 def test_a_trial_whose_folder_was_deleted_keeps_its_number(

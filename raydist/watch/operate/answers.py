@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, LaunchError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.rank_names import name_ranks
+from raydist.shared.signals import Stopper
 from raydist.watch.operate import agreement, folding
 from raydist.watch.operate.connection import CommandLink
 from raydist.watch.operate.debugging import debug
@@ -61,8 +62,8 @@ class OperatedRun:
     events: Events
     node: str
     """Ray's id of the driver's node; empty without Ray."""
-    stop: Callable[[Stopped], None] | None
-    """Stops the run as a signal does; None: only the program that started it can."""
+    stopper: Stopper | None
+    """None: only the program that started the run can stop it."""
     changes: Changes
     """The settings that were changed so far."""
     buttons: bool
@@ -204,15 +205,17 @@ def wait_for_change(run: OperatedRun, step: int, values: Values, after: int) -> 
 def stop(run: OperatedRun, connection: CommandLink, now: bool) -> None:
     """Stop the run as Ctrl-C does; `now`: as a second Ctrl-C does.
 
-    ConfigError: only the program that started it can.
+    ConfigError: only the program that started it can, or its driver has other runs.
     """
-    if run.stop is None:
+    if run.stopper is None:
         raise ConfigError("raydist stop: a thread of another program has started this run: end it")
+    if now and not run.stopper.ends_at_once:
+        raise ConfigError("raydist stop --now would end the driver's other runs: omit --now")
     record(run.events, "stop", "at once" if now else "as Ctrl-C does")
     connection.send(TextReply([f"stopping {run.folder}"]))
-    run.stop(Stopped(signal.SIGTERM))
+    run.stopper.stop(Stopped(signal.SIGTERM))
     if now:
-        run.stop(Stopped(signal.SIGINT))
+        run.stopper.stop(Stopped(signal.SIGINT))
 
 
 def source_line(file: str, line: int) -> str:
