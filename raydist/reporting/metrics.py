@@ -44,7 +44,10 @@ GAUGES = {
         "of all ranks, over the last half minute, if the loop counts samples",
         (),
     ),
-    "step_timestamp_seconds": ("when the newest step was reported, in seconds since the epoch", ()),
+    "step_timestamp_seconds": (
+        "when the newest step was reported, or the loop began, in seconds since the epoch",
+        (),
+    ),
     "value": ("newest value of each name that rank 0 reported", ("name",)),
     "goodput_ratio": ("share of the time since the start in steps that counted", ()),
     "slow_ratio": (
@@ -56,7 +59,7 @@ GAUGES = {
         (),
     ),
     "kept_timestamp_seconds": (
-        "when the newest state was kept, in seconds since the epoch",
+        "when the newest state was kept, or the loop began, in seconds since the epoch",
         ("where",),
     ),
     "port_received_bytes": (
@@ -72,6 +75,11 @@ COUNTERS = {
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """The name of a gauge, and its labels."""
+PROGRESS: tuple[Series, ...] = (
+    ("step_timestamp_seconds", ()),
+    ("kept_timestamp_seconds", (("where", "disk"),)),
+)
+"""The gauges whose age shows that a run makes no progress, or keeps none."""
 
 
 class ValueNames:
@@ -130,12 +138,18 @@ class Metrics(AbstractContextManager["Metrics"]):
     def _read(self, event: Event) -> None:
         self._progress.read(event)
         match event:
+            case kinds.Begin(rank=0):
+                # From now on it is late: a first step or checkpoint may never come.
+                for series in PROGRESS:
+                    if series not in self._gauges:
+                        self._set(series[0], event.t, **dict(series[1]))
             case kinds.Report(rank=0):
                 self._on_report(event)
             case kinds.Saved():
                 self._set("kept_timestamp_seconds", event.t, where="disk")
             case kinds.Hang():
                 self._set("hang_seconds", event.s)
+                self._stand_still()
             case kinds.Slow():
                 self._on_slow(event)
             case kinds.Pace():
@@ -235,12 +249,25 @@ class Metrics(AbstractContextManager["Metrics"]):
         if isinstance(event, kinds.Restart):
             self._count("restarts", cause=self._failed)
             ending.need_cleanup()
+        elif isinstance(event, kinds.Pause):
+            # No step and no checkpoint is due until the next loop begins.
+            with self._lock:
+                for series in PROGRESS:
+                    self._gauges.pop(series, None)
         self._set("hang_seconds", 0)
+        self._stand_still()
         for rank, host in self._slow.items():
             self._set("slow_ratio", 0, rank=str(rank), host=host)
         self._slow.clear()
 
+    def _stand_still(self) -> None:
+        """Show that no steps are made now."""
+        for name in ("steps_per_second", "samples_per_second"):
+            if (name, ()) in self._gauges:
+                self._set(name, 0)
+
     def _on_nodes(self, event: kinds.Nodes) -> None:
+        self._set("goodput_ratio", self._figures.goodput)
         for host, load in event.nodes.items():
             for port, (received, sent) in load["ports"].items():
                 self._set("port_received_bytes", received, host=host, port=port)

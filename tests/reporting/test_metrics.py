@@ -3,6 +3,7 @@ from a real agent."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,53 @@ def test_a_slow_rank_is_slow_until_it_is_not_or_the_run_was_restarted(watched: W
     watched.events.add(kinds.Restart(number=1, text=""))
     assert watched.gauges("slow_ratio") == {("1", "n1"): 0}
     assert watched.gauges("hang_seconds") == {(): 0}
+
+
+def test_a_run_without_a_first_step_or_checkpoint_is_late_from_its_beginning(
+    watched: Watched,
+) -> None:
+    watched.events.add(kinds.Begin(rank=0, steps=9))
+    (began,) = watched.gauges("step_timestamp_seconds").values()
+    assert watched.gauges("kept_timestamp_seconds") == {("disk",): began}
+    watched.report(1, loss=1.0)
+    watched.events.add(kinds.Restart(number=1, text=""))
+    (stepped,) = watched.gauges("step_timestamp_seconds").values()
+    watched.events.add(kinds.Begin(rank=0, steps=9))
+    assert watched.gauges("step_timestamp_seconds") == {(): stepped}
+    assert watched.gauges("kept_timestamp_seconds") == {("disk",): began}
+
+
+def test_a_run_that_waits_in_the_queue_is_not_late(watched: Watched) -> None:
+    watched.report(1, loss=1.0)
+    watched.events.add(kinds.Saved(rank=0, step=1, path="x"))
+    watched.events.add(kinds.Pause(number=1, text=""))
+    assert watched.gauges("step_timestamp_seconds") == {}
+    assert watched.gauges("kept_timestamp_seconds") == {}
+    watched.events.add(kinds.Begin(rank=0, steps=9))
+    assert watched.gauges("step_timestamp_seconds").keys() == {()}
+    assert watched.gauges("kept_timestamp_seconds").keys() == {("disk",)}
+
+
+def test_a_run_that_stands_still_has_no_rates(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    for stands in (
+        kinds.Hang(s=7.0, ranks=[1], certain=False, text="x"),
+        kinds.Restart(number=1, text=""),
+    ):
+        for step in (1, 2, 3):
+            now += 10
+            watched.report(step, loss=1.0, samples=8 * step)
+        assert watched.gauges("steps_per_second") == {(): pytest.approx(0.1)}
+        watched.events.add(stands)
+        assert watched.gauges("steps_per_second") == {(): 0}
+        assert watched.gauges("samples_per_second") == {(): 0}
+    before = watched.gauges("goodput_ratio")[()]
+    now += 60
+    watched.events.add(kinds.Nodes(nodes={}))
+    assert watched.gauges("goodput_ratio")[()] < before
 
 
 def test_names_of_values_are_limited_with_one_warning(watched: Watched) -> None:
