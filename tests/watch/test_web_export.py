@@ -148,6 +148,16 @@ def follow(browser: Browser, text: str) -> None:
     browser.value(f"{links}.find((one) => one.innerText == {json.dumps(text)}).click()")
 
 
+def test_a_page_has_no_file_from_outside_of_the_run_folder(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs/job/theirs", "theirs", steps=3)
+    (tmp_path / "mine.txt").write_text(SECRET)
+    with Events(run / "events.jsonl") as events:
+        for file in (str(tmp_path / "mine.txt"), "../../../mine.txt"):
+            events.add(kinds.Operated(command="stacks", text="theirs", file=file))
+    assert main([str(run), "--export", str(tmp_path / "page.html")]) == 0
+    assert SECRET not in (tmp_path / "page.html").read_text()
+
+
 def test_a_trace_that_is_too_long_is_left_out(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

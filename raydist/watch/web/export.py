@@ -17,7 +17,15 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from raydist.shared.record_names import EVENTS
-from raydist.watch.web.follow import Fetch, FollowedRun, Viewer, is_here, log_name, read_from
+from raydist.watch.web.follow import (
+    SHARED,
+    Fetch,
+    FollowedRun,
+    Viewer,
+    is_here,
+    log_name,
+    read_from,
+)
 from raydist.watch.web.model import Model
 from raydist.watch.web.node_figures import FiguresShown
 from raydist.watch.web.run_files import checkpoint_sizes, trace_text
@@ -120,11 +128,14 @@ async def export(
     failures = run.model.figures.failures.found
     ranks = list(
         dict.fromkeys([*(failure.cause["rank"] for failure in failures), *sorted(run.model.ranks)])
-    )[:LOGS]
+    )
+    # The events may come from elsewhere: only what a run folder has goes into the page.
+    ranks = [rank for rank in ranks if SHARED.fullmatch(log_name(rank))][:LOGS]
     texts = [log_name(rank, of) for rank in ranks for of in ("stacks", "nccl")]
     marks = run.model.marks.get("operated", [])
     answers = [mark["file"] for mark in marks if mark["file"].endswith(".txt")]
     names = [*(failure.page for failure in failures), *texts, *answers]
+    names = [name for name in names if SHARED.fullmatch(name)]
     await asyncio.gather(*(run.fetch(name, whole=True) for name in [*names, *map(log_name, ranks)]))
     pages = {name: run.folder / name for name in names}
     data = {
