@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,20 +33,22 @@ from raydist.training.recompute import KEPT
 from raydist.training.stages import cut_model
 from raydist.worker.torch_private import fake_tensors, note_operations
 
-STATES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1}
-"""Tensors that the optimizer keeps for each parameter; sgd has one with momentum."""
+HOW = ("capturable", "foreach", "fused")
+"""Arguments of optimizers that change how a step is made, not what is kept for the next one.
+
+They may need a GPU.
+"""
 
 
 def states_of(settings: config.Optim) -> float:
     """Return how many tensors of its size the optimizer keeps for a parameter.
 
-    A class of the user's choice makes a step for that, which fake tensors do not allow.
+    It makes a step for that, which fake tensors do not allow.
     """
-    if not settings._target_:
-        return STATES.get(settings.name, int(bool(settings.args.get("momentum"))))
+    args = {name: value for name, value in settings.args.items() if name not in HOW}
     value = nn.Parameter(torch.zeros(8, 8))
     value.grad = torch.zeros(8, 8)
-    own = optim.optimizer(settings, [value], settings.lr)
+    own = optim.optimizer(replace(settings, args=args), [value], settings.lr)
     own.step()
     kept = [each for each in own.state[value].values() if isinstance(each, torch.Tensor)]
     return sum(each.numel() for each in kept if each.dim()) / value.numel()
