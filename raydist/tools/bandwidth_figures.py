@@ -99,10 +99,14 @@ def elements(op: str, size: int, ranks: int) -> int:
 
 
 def message_sizes(low: int, high: int, by: float) -> list[int]:
-    """Return sizes in bytes from `low` to at most `high`, each `by` times the previous one."""
-    sizes = [low]
-    while math.floor(sizes[-1] * by) <= high:
-        sizes.append(math.floor(sizes[-1] * by))
+    """Return sizes in bytes from `low` to at most `high`, each `by` times the previous one.
+
+    Each is at least a byte larger than the previous one.
+    """
+    sizes, size = [], low
+    while size <= high:
+        sizes.append(size)
+        size = max(size + 1, math.floor(size * by))
     return sizes
 
 

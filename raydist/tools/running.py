@@ -20,6 +20,9 @@ from raydist.watch.operate.job_link import JobLink, read_job_address
 from raydist.watch.operate.relay import RelayedConnection, connect_here
 from raydist.watch.web.runs import no_run, runs_below
 
+MOST = 1 << 24
+"""No run has a rank above this: a larger one was mistyped."""
+
 Kind = TypeVar("Kind", bound=Message)
 Link = CommandLink | RelayedConnection | JobLink
 
@@ -191,12 +194,19 @@ def run_and_ranks(command: str, words: list[str]) -> tuple[str, list[int]]:
 
 
 def ranks_of_text(text: str) -> list[int]:
-    """Return the ranks of `3`, `0,2` or `0-3`. ConfigError: it is none of these."""
+    """Return the ranks of `3`, `0,2` or `0-3`. ConfigError: it is none of these.
+
+    ConfigError also if the last rank of a part is before the first one, or above MOST: such a part
+    would mean no rank, which stands for all, or more of them than memory holds.
+    """
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()) or part.endswith("-"):
             raise ConfigError.of("rank", text, "must be ranks", "rank=3", "rank=0,2", "rank=0-3")
+        if not int(first) <= int(last or first) <= MOST:
+            cause = f"{part} must be two ranks, the smaller one first"
+            raise ConfigError.of("rank", text, cause, "rank=0-3")
         ranks += range(int(first), int(last or first) + 1)
     return ranks
 

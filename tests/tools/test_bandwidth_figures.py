@@ -41,6 +41,7 @@ def test_sizes_go_from_low_to_high() -> None:
     assert figures.message_sizes(8, 64, 2) == [8, 16, 32, 64]
     assert figures.message_sizes(1000, 5000, 4) == [1000, 4000]
     assert figures.message_sizes(7, 7, 2) == [7]
+    assert figures.message_sizes(4, 8, 1.2) == [4, 5, 6, 7, 8]
 
 
 def test_every_rank_has_a_share_of_the_same_length() -> None:

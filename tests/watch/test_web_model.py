@@ -361,6 +361,7 @@ def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
         [*RUN, happened(20, "result", status="failed", failure="it broke\nmore")],
     )
     os.utime(old / "events.jsonl", (1, 1))
+    write(tmp_path / "runs/b/.raydist-doctor-x", RUN)  # the doctor has it while it runs
     assert find_place("newest", tmp_path / "runs") == (new.parent, "new")
     assert find_place(str(old), tmp_path) == (old.parent, "old")
     assert find_place(str(tmp_path / "runs"), tmp_path) == (tmp_path / "runs", "")

@@ -160,7 +160,7 @@ def news(viewer: SweepViewer) -> Any:
 
 def test_a_sweep_is_one_line_of_the_list_and_a_list_of_its_trials(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    trials = [record(0, "finished", {"loss": 0.5}, lr="1"), record(1, "failed", {}, lr="2")]
+    trials = [record(0, "finished", {"loss": 0.0}, lr="1"), record(1, "failed", {}, lr="2")]
     folder = sweep_json(runs / "job/s", trials, {"lr": "1,2"}, best=[0], state="finished")
     for name in ("job/alone", "job/s/0", "job/s/1"):
         with Events(runs / name / "events.jsonl") as events:
@@ -168,7 +168,7 @@ def test_a_sweep_is_one_line_of_the_list_and_a_list_of_its_trials(tmp_path: Path
     rows = {row["run"]: row for row in list_rows(runs)}
     assert rows.keys() == {"job/alone", "job/s"}
     assert (rows["job/s"]["sweep"], rows["job/s"]["status"]) == (True, "finished")
-    assert rows["job/s"]["text"] == "2 trials, 1 finished, 1 failed, loss 0.5"
+    assert rows["job/s"]["text"] == "2 trials, 1 finished, 1 failed, loss 0"
     assert {row["run"] for row in list_rows(folder)} == {"0", "1"}
     assert find_place(str(folder), runs) == (folder, "")
     assert find_place(str(folder / "1"), runs) == (folder, "1")

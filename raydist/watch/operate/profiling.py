@@ -180,6 +180,9 @@ def gather(
         ]
         (parts_folder / traces.LIST).write_text(json.dumps(parts), encoding="utf-8")
         join_parts(parts_folder, out)
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
     finally:
         shutil.rmtree(parts_folder, ignore_errors=True)
     if memories:

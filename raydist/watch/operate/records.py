@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from raydist.shared import kinds
@@ -19,14 +21,18 @@ LOOK_S = 0.1
 
 
 def new_file(folder: Path, name: str, suffix: str) -> Path:
-    """Return the path of a new file for an answer: `operate/stacks-2026-11-25_23-10-11.txt`."""
+    """Make an empty file for an answer: `operate/stacks-2026-11-25_23-10-11.txt`.
+
+    Two commands of the same second get different ones. OSError: it can't be made.
+    """
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     (folder / FOLDER).mkdir(exist_ok=True)
-    stem = path = folder / FOLDER / f"{name}-{stamp}{suffix}"
-    number = 1
-    while path.exists():
-        number += 1
-        path = stem.with_stem(f"{stem.stem}-{number}")
+    for number in itertools.count(1):
+        more = f"-{number}" if number > 1 else ""
+        path = folder / FOLDER / f"{name}-{stamp}{more}{suffix}"
+        with suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
     return path
 
 

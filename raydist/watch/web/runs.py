@@ -55,9 +55,14 @@ def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
     """Return the run folders at most three levels below `root`, the newest first.
 
     They include `root` itself; the keys are their paths below it. `file`: what identifies a folder
-    of the wanted kind.
+    of the wanted kind. Hidden folders are left out: the doctor has one while it runs.
     """
-    paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in root.glob(depth + file)]
+    paths = [
+        path
+        for depth in ("", "*/", "*/*/", "*/*/*/")
+        for path in root.glob(depth + file)
+        if not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
     newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_RUNS]
     return {str(path.parent.relative_to(root)): path.parent for path in newest}
 
@@ -204,7 +209,7 @@ def sweep_row(name: str, folder: Path) -> RunRow:
         for trial in trials
         if trial.best
         for key, value in trial.values.items()
-        if value
+        if value is not None
     ]
     text = ", ".join([counted(len(trials), "trial"), *parts, *best[: len(summary["objectives"])]])
     changed = (folder / SUMMARY).stat().st_mtime
