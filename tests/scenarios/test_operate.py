@@ -445,3 +445,38 @@ def test_a_person_who_is_gone_holds_no_rank(tmp_path: Path) -> None:
         program.wait_for_step(program.events("report")[-1]["step"] + 20)
     assert operate(tmp_path, "stop").returncode == 0
     program.wait()
+
+
+def test_stop_of_a_trial_stops_this_one_only(tmp_path: Path, ray_address: str) -> None:
+    code = """
+        import time
+        from pathlib import Path
+        import raydist
+
+        def job(config):
+            for step in range(1, 10_000):
+                raydist.report(step=step, loss=1.0 / step)
+                if config.seed == 1 and Path("go").exists():
+                    return
+                time.sleep(0.05)
+    """
+    (tmp_path / "waits.py").write_text(textwrap.dedent(code))
+    folder = tmp_path / "many"
+    words = ("job=waits.py", "seed=0,1", "scale=1x1", f"hydra.sweep.dir={folder}")
+    sweep = Program(tmp_path, *words, address=ray_address, module="raydist.tools.sweep")
+    runs = [folder / str(number) for number in range(2)]
+    sweep.wait_until(lambda: all(map(has_reported, runs)), "both trials")
+    refused = operate(tmp_path, "stop", str(runs[0]), "--now")
+    assert (refused.returncode, "omit --now" in refused.stderr) == (2, True), refused.stderr
+    stopped = operate(tmp_path, "stop", str(runs[0]))
+    assert stopped.returncode == 0, stopped.stderr
+    (tmp_path / "go").touch()
+    assert sweep.wait() == 0, sweep.screen
+    states = [json.loads((run / "trial.json").read_text())["state"] for run in runs]
+    assert states == ["stopped", "finished"]
+
+
+def has_reported(run: Path) -> bool:
+    return (run / "events.jsonl").exists() and '"kind": "report"' in (
+        run / "events.jsonl"
+    ).read_text()
