@@ -107,6 +107,7 @@ def compiling(config: Any, struck: tuple[Fault, ...]) -> tuple[dict[str, Any], i
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it compiles in two runs
 @pytest.mark.parametrize(
     "more", ["train.compile=blocks", "train.compile=true", "train.compile=true parallel=fsdp"]
 )

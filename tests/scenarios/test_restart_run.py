@@ -219,6 +219,7 @@ def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it compiles in two runs
 @pytest.mark.parametrize("how", ["true", "blocks"])
 def test_a_compiled_model_goes_on_to_the_bit(on_ray: Path, how: str) -> None:
     def run(*struck: Fault) -> Result[Any]:
