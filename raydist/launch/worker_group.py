@@ -175,8 +175,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         came within scale.wait_s, or rank 0's node can't open the rendezvous.
         """
         before, pids = self.plan, self.rendezvous.pids
+        if not gone:  # a node that is gone may hold a part of the checkpoint
+            self._saver.rest_if_needed(flush.FLUSH_S)
         until = time.monotonic() + job.scale.wait_s
         moved = self._replace_lost(gone, resize, until)
+        self._wait_for_writer(before.slots[0].node.id)
         while True:
             stay = keep and placement.numbered_alike(before, self.plan)
             has_store = stay and 0 not in moved
@@ -235,11 +238,7 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         try:
             if replaced:
                 self._note_facts()
-                self._saver.leave()  # a node that is gone may hold a part of the checkpoint
-            else:
-                self._saver.rest_if_needed(flush.FLUSH_S)
-            if not self._saver.locks:
-                self._wait_for_writer()
+                self._saver.leave()  # rank 0 may be on another node, where nobody would unlock it
             if has_store:
                 self.rendezvous = replace(self.rendezvous, attempt=attempt)
                 return True
@@ -256,12 +255,18 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             raise LaunchError(f"no rendezvous on {host}: {last_line(error)}") from error
         return True
 
-    def _wait_for_writer(self) -> None:
-        """Wait for the checkpoint that rank 0's node is writing, unless a restart needs none."""
+    def _wait_for_writer(self, node_id: str) -> None:
+        """Wait for the whole state that a node is writing, unless a restart does not need it.
+
+        `node_id`: the node that had rank 0. It may have other ranks now, or be lost.
+        """
+        slot = next((lead for lead in self.plan.leads if lead.node.id == node_id), None)
+        if slot is None:
+            return
         try:
-            self.call(0, WaitForWriter()).result(flush.FLUSH_S)
+            self.call(slot.rank, WaitForWriter()).result(flush.FLUSH_S)
         except Exception as error:  # the attempt then starts from an older checkpoint
-            host = self.plan.slots[0].node.host
+            host = slot.node.host
             why = f"{type(cause_of(error)).__name__}: {last_line(error)}"
             self._events.warn(f"not waiting for the checkpoint that {host} may be writing ({why})")
 

@@ -364,7 +364,7 @@ class IsOpen(Request[bool]):
 
 @dataclass(frozen=True)
 class WaitForWriter(Request[None]):
-    """Reply when the checkpoint that is being written is on the disk, or a restart needs none."""
+    """Reply when the whole state being written is on the disk, or a restart does not need it."""
 
 
 @dataclass(frozen=True)

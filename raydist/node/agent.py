@@ -291,26 +291,19 @@ class RankAgent:
 
     async def _start(self, request: StartRank, given: FromMpirun) -> ProcessId:
         assert self._writer is not None, "open() comes first"
-        if request.keep and self._process is not None and self._process.waits:
-            await self._let_write(request)
-            if self._process.go_on(request):
-                return self._process.id
+        if request.keep and self._process is not None and self._process.go_on(request):
+            return self._process.id
         if self._process is not None:
             await self._process.make_way()
         await rank_process.end_earlier(request.after)
-        await self._let_write(request)
-        request = replace(request, saving=request.saving or self._writer.busy)
+        # Not waited for: the driver has done so where the attempt needs it (WaitForWriter).
+        request = replace(request, saving=request.saving or self._writer.saves)
         spec = rank_spec.complete_spec(request, self.folder, given)
         if self._process is not None:
             self._process.release()
         forked = await rank_process.fork_process(self._server, request, spec, given.descriptors)
         self._process = RankProcess(forked, self._server, self._writer, self._explain_end)
         return self._process.id
-
-    async def _let_write(self, request: StartRank) -> None:
-        """Wait for the checkpoint that is being written, unless its state stays locked."""
-        if self._writer is not None and not request.saving:
-            await self._writer.wait_if_needed()
 
     async def is_open(self) -> bool:
         """Report whether the agent can start a rank.

@@ -27,8 +27,10 @@ class Writer:
         self._spawn = spawn
         self._reply: ShardsReply | None = None
         self._events: list[EventJson] = []
+        self._request: WriteCheckpoint | ShardsRequest | None = None
+        """What the last process was forked for."""
         self._needed = True
-        """Whether the next attempt needs what the last process writes."""
+        """Whether the next attempt needs what it writes."""
         self.reader: asyncio.Task[None] | None = None
         """The task that reads what the last process sends, and ends with it."""
 
@@ -36,6 +38,14 @@ class Writer:
     def busy(self) -> bool:
         """Whether a requested process has not ended."""
         return self.reader is not None and not self.reader.done()
+
+    @property
+    def saves(self) -> bool:
+        """Whether a process writes a whole state, which the fork server then unlocks.
+
+        Shards are unlocked by the driver, once those of all nodes are on the disk.
+        """
+        return self.busy and isinstance(self._request, WriteCheckpoint)
 
     def start(
         self, message: WriteCheckpoint | ShardsRequest, needed: bool = True
@@ -45,6 +55,7 @@ class Writer:
         `needed`: whether the next attempt needs its checkpoint, because it has the state nowhere
         else.
         """
+        self._request = message
         self._needed = needed
         agent_end, writer_end = socket.socketpair()
         self._server.send(message, [writer_end.fileno()])
@@ -75,7 +86,8 @@ class Writer:
         """
         await self.wait()
         self._reply = None
-        await asyncio.wait({self.start(request)})
+        # The driver waits for the shards of all nodes, where the next attempt needs them.
+        await asyncio.wait({self.start(request, needed=False)})
         if isinstance(self._reply, WriterFailed):
             raise OSError(self._reply.error)
         return self._reply

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -38,11 +39,13 @@ from raydist.messages.agent import (
 )
 from raydist.messages.request import Request
 from raydist.messages.server import OpenStore, StoreAddress, Warm
+from raydist.messages.writer import CommitShards, SavedShards, WriteShards, WrittenShards
 from raydist.network import checks_node
 from raydist.network.facts import Facts
 from raydist.network.names import EnvVar
 from raydist.recovery import attempts, policy
 from raydist.settings.config import Backend, Job, Restart, Target
+from raydist.shared import kinds
 from raydist.shared.errors import CallLost, ConfigError, LaunchError
 from raydist.shared.events import Events
 from tests.records import read_events
@@ -579,6 +582,54 @@ def test_a_writer_that_is_gone_is_a_warning(hosts: FakeHosts, events: Events, jo
     (warning,) = (event["text"] for event in read_events(events.path) if event["kind"] == "warning")
     assert "host1" in warning
     assert "ConnectionError: actor died" in warning
+
+
+def test_a_restart_waits_for_the_node_that_had_rank_0(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    placed = [[node(1), node(3)], [node(2), node(1)], [node(2), node(3)]]
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        del hosts.replies[IsOpen]
+        return placement.replace_nodes(two_nodes(), placed.pop(0))
+
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
+    hosts.replies[IsOpen] = gone_from(2, 3)
+    group.prepare_attempt(job, 1)
+    assert [rank for rank, _ in hosts.sent(WaitForWriter)] == [0]
+    hosts.replies[IsOpen] = gone_from(2, 3)
+    group.prepare_attempt(job, 2)  # its ranks are 2 and 3 now
+    assert [rank for rank, _ in hosts.sent(WaitForWriter)] == [0, 2]
+    hosts.replies[IsOpen] = gone_from(0, 1)
+    group.plan = two_nodes()
+    group.prepare_attempt(job, 3)  # it is lost
+    assert [rank for rank, _ in hosts.sent(WaitForWriter)] == [0, 2]
+
+
+def test_a_restart_waits_for_shards_that_it_needs_if_no_node_is_lost(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """With another number of nodes it continued from the checkpoint before."""
+    order: list[str] = []
+
+    def write(rank: int, request: WriteShards) -> WrittenShards:
+        return WrittenShards({})
+
+    def commit(rank: int, request: CommitShards) -> SavedShards:
+        time.sleep(0.2)
+        order.append("saved")
+        return SavedShards("step-00000007")
+
+    def replace_nodes(lost: Sequence[int]) -> Plan:
+        order.append("replaced")
+        return group.plan
+
+    group = opened(hosts, events, job, replace_nodes=replace_nodes)
+    hosts.replies |= {WriteShards: write, CommitShards: commit}
+    request: dict[str, Any] = {"step": 7, "folder": "checkpoints", "keep": 1, "best": None}
+    group.save_shards(kinds.SaveShards(rank=0, metrics={}, reported={}, **request))
+    group.prepare_attempt(job, 1, resize=True)
+    assert order == ["saved", "replaced"]
 
 
 def test_values_of_agents_that_are_gone_or_silent_are_empty(

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ import pytest
 from raydist.messages.agent import (
     Close,
     Examine,
+    Flush,
     GetNews,
     GetValue,
     IsOpen,
@@ -41,7 +42,15 @@ from raydist.messages.agent import (
     WarmServer,
 )
 from raydist.messages.request import Request
-from raydist.messages.server import ImportModules, OpenStore, SignalProcess, Warm
+from raydist.messages.server import (
+    ImportModules,
+    OpenStore,
+    RankSpec,
+    SignalProcess,
+    Warm,
+    WriteCheckpoint,
+)
+from raydist.messages.writer import WriteShards
 from raydist.network.facts import Facts
 from raydist.node import probe, processes, rank_spec
 from raydist.node.agent import RankAgent
@@ -599,6 +608,42 @@ def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(
     assert [event["pid"] for event in history.events if event["kind"] == "joined"] == [second]
     assert history.end is not None
     assert (history.end.code, history.end.signal, history.end.stop_requested) == (0, 0, False)
+
+
+def test_a_rank_starts_while_a_writer_waits_for_the_disk(
+    node: Node, agent: RankAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart ended the run if another node than that of rank 0 was slow to write its shards."""
+    disk: list[int] = []
+    specs: list[RankSpec] = []
+    send = ForkClient.send
+
+    def hold_writers(
+        self: ForkClient, message: Any, descriptors: Sequence[int] = (), *rest: Any
+    ) -> None:
+        if isinstance(message, WriteShards | WriteCheckpoint):
+            disk.append(os.dup(descriptors[0]))
+            return
+        if isinstance(message, RankSpec):
+            specs.append(message)
+        send(self, message, descriptors, *rest)
+
+    async def restart(request: Request[Any]) -> tuple[bool, bool]:
+        """Start a rank while this is written; return whether that and the state's lock remain."""
+        writing = asyncio.create_task(agent.handle(request))
+        await asyncio.sleep(0)
+        await start(agent, lambda: None)
+        unwritten = not writing.done()
+        os.close(disk.pop())
+        await asyncio.wait({writing})
+        return unwritten, specs[-1].saving
+
+    node.run(start(agent, lambda: None))
+    node.run(follow(agent))
+    monkeypatch.setattr(ForkClient, "send", hold_writers)
+    # the driver decides about a lock that spans several nodes: here it has given it up
+    assert node.run(restart(WriteShards(7, "mark", 1, (0,), "/nowhere"))) == (True, False)
+    assert node.run(restart(Flush())) == (True, True)
 
 
 def test_what_still_waits_for_an_attempt_gets_nothing_of_the_next_one(
