@@ -24,7 +24,7 @@ from raydist.recovery.policy import GiveUp, Retry
 from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
-from raydist.shared import env_names, kinds
+from raydist.shared import env_names, kinds, signals
 from raydist.shared.errors import CallLost, ConfigError, LaunchError, RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
@@ -161,6 +161,7 @@ class Attempts:
         if policy.is_drained(self._past[-1]) or (retry.cause is None and group.draining_ranks()):
             self._flush(group)
         try:
+            signals.raise_again()  # it came after the last end, and stopped no rank
             gone = {end.rank for end in self._past[-1].ends if end.gone}
             keep = any(end.kept for end in self._past[-1].ends)
             moved = group.prepare_attempt(job, retry.number, retry.cause is None, gone, keep)

@@ -57,7 +57,7 @@ def stoppable(halt: Halt | None = None) -> Iterator[None]:
 
     In another thread nothing changes. `halt`: stops the run of this thread instead of a signal.
     """
-    global _raised
+    global _stopped
     if halt is not None:
         _thread.halt = halt
         try:
@@ -65,11 +65,11 @@ def stoppable(halt: Halt | None = None) -> Iterator[None]:
         finally:
             del _thread.halt
         return
-    _raised, before = None, take()
+    _stopped, before = None, take()
     try:
         yield
     finally:
-        _raised = None
+        _stopped = None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -107,9 +107,12 @@ def stopper() -> Stopper | None:
 
 
 def raise_again() -> None:
-    """Raise again the Stopped of this block that was swallowed, as native modules do at import."""
+    """Raise the Stopped of this block that had no effect.
+
+    Native modules swallow it at import; or it was passed to a loop that had just ended.
+    """
     halt: Halt | None = getattr(_thread, "halt", None)
-    if (stopped := halt.stopped if halt else _raised) is not None:
+    if (stopped := halt.stopped if halt else _stopped) is not None:
         raise stopped
 
 
@@ -126,20 +129,18 @@ def passed_to(receive: Callable[[Stopped], None]) -> Iterator[None]:
         return
     before, _receive = _receive, receive
     try:
-        if _raised is not None:  # it was swallowed, or this would not be reached
-            receive(_raised)
+        if _stopped is not None:  # it had no effect, or this would not be reached
+            receive(_stopped)
         yield
     finally:
         _receive = before
 
 
-_raised: Stopped | None = None
-"""The Stopped that a signal has raised since the block of stoppable() began."""
+_stopped: Stopped | None = None
+"""The Stopped of the signal that has come since the block of stoppable() began."""
 
 
 def _raise(stop: Stopped) -> None:
-    global _raised
-    _raised = stop
     raise stop
 
 
@@ -147,9 +148,11 @@ _receive: Callable[[Stopped], None] = _raise
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
+    global _stopped
     for each in (signal.SIGINT, signal.SIGTERM):  # a person presses Ctrl-C, then types kill
         signal.signal(each, _end_now)
-    _receive(Stopped(number))
+    _stopped = Stopped(number)
+    _receive(_stopped)
 
 
 def _end_now(number: int, _frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,8 @@ from raydist.recovery.arrival import RestartCost
 from raydist.recovery.attempts import Attempts
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.settings.config import Job, Restart, Target
-from raydist.shared import kinds
-from raydist.shared.errors import LaunchError
+from raydist.shared import kinds, signals
+from raydist.shared.errors import LaunchError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 from raydist.state import checkpoint_files
@@ -350,6 +351,20 @@ def test_a_retry_without_nodes_ends_the_run_with_the_reason(
         failed(KILLED).ends,
     )
     assert group.acts == ["again", "say_network", "flush"]
+
+
+def test_a_signal_after_the_last_end_of_an_attempt_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, group = rig(tmp_path, monkeypatch, failed(KILLED), GOOD), Group()
+    with signals.stoppable():
+        with signals.passed_to(lambda _: None):  # a supervisor that has all ends
+            signal.raise_signal(signal.SIGTERM)
+        it.make(group)
+    assert it.history.outcome is not None
+    assert isinstance(it.history.outcome.error, Stopped)
+    assert it.history.outcome.ends == failed(KILLED).ends
+    assert group.acts == ["say_network", "flush"]
 
 
 def test_why_there_is_no_other_attempt_is_kept(

@@ -55,6 +55,21 @@ def test_a_stop_that_was_passed_over_is_not_lost() -> None:
     assert len(received) == 1
 
 
+def test_a_stop_passed_to_a_loop_that_ends_is_not_lost() -> None:
+    """The next attempt of a run began, and a second signal left it without a result."""
+    first: list[Stopped] = []
+    second: list[Stopped] = []
+    with stoppable():
+        with passed_to(first.append):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            raise_again()
+        with passed_to(second.append):
+            pass
+    assert second == first
+    assert [stop.exit_code for stop in second] == [143]
+
+
 def test_in_another_thread_nothing_changes() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 
