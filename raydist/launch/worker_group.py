@@ -65,7 +65,7 @@ from raydist.network.names import EnvVar
 from raydist.network.variables import Rendezvous
 from raydist.node import recorded_end
 from raydist.settings.config import Job
-from raydist.shared import env_names, kinds
+from raydist.shared import env_names, kinds, signals
 from raydist.shared.errors import (
     CallLost,
     ConfigError,
@@ -265,6 +265,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             return
         try:
             self.call(slot.rank, WaitForWriter()).result(flush.FLUSH_S)
+        except Stopped:
+            raise
         except Exception as error:  # the attempt then starts from an older checkpoint
             host = slot.node.host
             why = f"{type(cause_of(error)).__name__}: {last_line(error)}"
@@ -352,9 +354,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._known_values = {**dict.fromkeys(silent, RankValue()), **self._known_values}
 
     def flush(self) -> str:
-        """Write the last snapshot to the disk; return why no node could, empty if one has."""
+        """Write the last snapshot to the disk; return why no node could, empty if one has.
+
+        A first Ctrl-C does not end it: a run that ends in order does just this.
+        """
         ranks = self.plan.world_size
-        return flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add, ranks)
+        with signals.passed_to(lambda _: None):
+            return flush.flush(self._flush_nodes, self._job.checkpoint, self._events.add, ranks)
 
     def save_shards(self, request: kinds.SaveShards) -> None:
         """Have all nodes write the sharded checkpoint that rank 0 requested.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +27,7 @@ from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import (
     Close,
     FindUnreachablePaths,
+    Flush,
     GetNetworkUse,
     GetValue,
     IsOpen,
@@ -38,7 +42,7 @@ from raydist.messages.agent import (
     WarmServer,
 )
 from raydist.messages.request import Request
-from raydist.messages.server import OpenStore, StoreAddress, Warm
+from raydist.messages.server import KeptSteps, ListSteps, OpenStore, StoreAddress, Warm
 from raydist.messages.writer import CommitShards, SavedShards, WriteShards, WrittenShards
 from raydist.network import checks_node
 from raydist.network.facts import Facts
@@ -46,8 +50,9 @@ from raydist.network.names import EnvVar
 from raydist.recovery import attempts, policy
 from raydist.settings.config import Backend, Job, Restart, Target
 from raydist.shared import kinds
-from raydist.shared.errors import CallLost, ConfigError, LaunchError
+from raydist.shared.errors import CallLost, ConfigError, LaunchError, Stopped
 from raydist.shared.events import Events
+from raydist.shared.signals import raise_again, stoppable
 from tests.records import read_events
 
 JOB = Job(name="digits", backend=Backend(name="gloo"), job=Target(target="json:dumps"))
@@ -582,6 +587,45 @@ def test_a_writer_that_is_gone_is_a_warning(hosts: FakeHosts, events: Events, jo
     (warning,) = (event["text"] for event in read_events(events.path) if event["kind"] == "warning")
     assert "host1" in warning
     assert "ConnectionError: actor died" in warning
+
+
+@contextlib.contextmanager
+def signal_during(hosts: FakeHosts, kind: type[Request[Any]]) -> Iterator[None]:
+    """Send SIGINT to this process while the driver waits for the first reply to this request."""
+
+    def interrupt(rank: int, request: Request[Any]) -> Any:
+        del hosts.replies[kind]
+        threading.Timer(0.2, reply, [len(hosts.calls) - 1]).start()
+        return NotImplemented
+
+    def reply(number: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # it interrupts the main thread
+        time.sleep(0.2)
+        hosts.calls[number][2].set_result([])
+
+    hosts.replies[kind] = interrupt
+    with stoppable():
+        yield
+
+
+def test_ctrl_c_ends_the_wait_for_a_writer(hosts: FakeHosts, events: Events, job: Job) -> None:
+    """It was a warning about the writer, and the next attempt began."""
+    group = opened(hosts, events, job)
+    with signal_during(hosts, WaitForWriter), pytest.raises(Stopped):
+        group.prepare_attempt(job, 1)
+    assert "warning" not in {event["kind"] for event in read_events(events.path)}
+
+
+def test_ctrl_c_does_not_end_the_wait_for_the_last_state(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """A warning said that no node could write it."""
+    group = opened(hosts, events, job)
+    hosts.replies[ListSteps] = lambda rank, request: KeptSteps([])
+    with signal_during(hosts, Flush):
+        assert group.flush() == ""
+        with pytest.raises(Stopped):
+            raise_again()
 
 
 def test_a_restart_waits_for_the_node_that_had_rank_0(
