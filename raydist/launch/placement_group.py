@@ -73,7 +73,13 @@ def placed_group(
                 events.add(kinds.Phase(name="queue", s=turn.waited_s))
             plan = placement.assign_ranks(request, nodes)
             events.add(kinds.Phase(name="place", s=time.time() - began - turn.waited_s))
-            actors = gang.actors if gang else Actors(plan, held, options)
+            if gang is not None:
+                actors = gang.actors
+                # Another node may have taken the place of a lost one since the gang was placed.
+                actors.set_plan(plan)
+                actors.start(lead.rank for lead in plan.leads)
+            else:
+                actors = Actors(plan, held, options)
             hosts = RayHosts(job, address, held, actors, events)
             hosts.take_turn(turn)
             with WorkerGroup(plan, hosts, events) as group:

@@ -1,0 +1,77 @@
+"""Gangs that later runs of a sweep use again: no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raydist.cluster import placement
+from raydist.cluster.nodes import ResourceRequest
+from raydist.cluster.placement import Plan
+from raydist.launch import placement_group
+from raydist.launch.actors import Actors
+from raydist.launch.gangs import Gang, Gangs
+from raydist.launch.placement_group import placed_group
+from raydist.messages.request import Request
+from raydist.shared.events import Events
+from tests.launch.test_worker_group import JOB, node, two_nodes
+
+
+class IdleActors:
+    """Actors that answer each request with nothing."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.started: list[int] = []
+
+    def set_plan(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def start(self, ranks: Iterable[int]) -> None:
+        self.started += ranks
+
+    def kill_all(self) -> None:
+        """There are none."""
+
+    def call(self, rank: int, request: Request[Any]) -> Future[Any]:
+        reply: Future[Any] = Future()
+        reply.set_result(None)
+        return reply
+
+
+class OneGang(Gangs):
+    """Gives this gang to the next run, whatever it requests."""
+
+    def __init__(self, gang: Gang) -> None:
+        super().__init__()
+        self.gang = gang
+
+    def take(self, request: ResourceRequest, options: Any) -> Gang:
+        return self.gang
+
+
+def test_a_gang_that_lost_a_node_numbers_its_ranks_as_the_next_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next trial sent the requests of each node to another one."""
+    import ray
+
+    nodes = [node(3), node(2)]  # Ray has moved the bundle of node 1
+    actors = IdleActors(placement.replace_nodes(two_nodes(), nodes))
+    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(placement_group, "wait_until_placed", lambda *_: nodes)
+    request = two_nodes().request
+    gangs = OneGang(Gang(request, {}, None, cast("Actors", actors)))
+    with (
+        Events(tmp_path / "events.jsonl") as events,
+        placed_group(JOB, request, events, gangs=gangs) as group,
+    ):
+        assert [slot.node.id for slot in group.plan.slots] == ["id-2", "id-2", "id-3", "id-3"]
+        assert actors.plan == group.plan
+        assert actors.started == [0, 2]
