@@ -25,7 +25,14 @@ from raydist.recovery.supervisor import Supervisor
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
 from raydist.shared import env_names, kinds, signals
-from raydist.shared.errors import CallLost, ConfigError, LaunchError, RaydistError, Stopped
+from raydist.shared.errors import (
+    CallLost,
+    ConfigError,
+    LaunchError,
+    RaydistError,
+    Stopped,
+    last_line,
+)
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 
@@ -136,7 +143,13 @@ class Attempts:
         return self.outcome
 
     def cut_short(self, error: RaydistError) -> None:
-        """End the run with this error, after the attempts so far; raise it if there were none."""
+        """End the run with this error, after the attempts so far; raise it if there were none.
+
+        A run that was over before the error keeps its outcome.
+        """
+        if self.outcome is not None:
+            self._events.warn(f"after the end of the run: {last_line(error)}")
+            return
         if not self._past:
             raise error
         self.outcome = replace(self._past[-1], error=error, earlier=tuple(self._past[:-1]))

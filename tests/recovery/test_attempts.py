@@ -25,7 +25,7 @@ from raydist.recovery.attempts import Attempts
 from raydist.recovery.policy import GiveUp, Retry
 from raydist.settings.config import Job, Restart, Target
 from raydist.shared import kinds, signals
-from raydist.shared.errors import LaunchError, Stopped
+from raydist.shared.errors import LaunchError, RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 from raydist.state import checkpoint_files
@@ -390,6 +390,20 @@ def test_an_error_between_two_placements_keeps_the_attempts_before(
     assert it.history.outcome is not None
     assert (it.history.outcome.error, it.history.outcome.ends) == (error, failed(DRAINED).ends)
     assert it.history.outcome.earlier == (failed(KILLED),)
+
+
+@pytest.mark.parametrize("error", [LaunchError("Ray does not answer"), Stopped(signal.SIGINT)])
+def test_an_error_after_the_end_of_a_run_leaves_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RaydistError
+) -> None:
+    """The run had no values, and another exit code."""
+    it = rig(tmp_path, monkeypatch, GOOD)
+    it.make(Group())
+    outcome = it.history.outcome
+    assert outcome is not None
+    it.history.cut_short(error)
+    assert it.history.conclude() is outcome
+    assert [str(error) in event["text"] for event in it.seen] == [True]
 
 
 @pytest.mark.parametrize("written", [True, False])
