@@ -212,7 +212,7 @@ class RankNews:
     beat: tuple[int, str, float]
     """Its last heartbeat: step, phase, seconds since the epoch."""
     quiet: float
-    """The age of the heartbeat in seconds."""
+    """The age of the heartbeat in seconds, not counting time before the attempt."""
     work: tuple[int, float, float]
     """Steps that were timed, compute seconds of one step, seconds of one step."""
     pauses: float
@@ -300,7 +300,7 @@ class RankStatus:
     beat: tuple[int, str, float]
     """Its last heartbeat: step, phase, seconds since the epoch."""
     quiet: float
-    """The age of the heartbeat in seconds; 0: there is none."""
+    """As in RankNews; 0: there is none."""
     work: tuple[int, float, float]
     """As in RankNews."""
     held: str = ""

@@ -39,9 +39,11 @@ class RankReports:
 
         `port`: of its NCCL's RAS.
         """
-        self.rank = request.rank
+        self._request = request
+        """That of the newest attempt."""
+        self._began_at = time.time()
+        """When this attempt began here, in seconds since the epoch."""
         self.ras_port = port
-        self._env = request.env
         self.base = folder / f"rank-{request.rank}"
         """The path of the rank's files without their endings."""
         for kind in ("value", "value.error", "value.end", "error.json"):
@@ -59,16 +61,17 @@ class RankReports:
         """Whether the rank has reported an exception."""
         self.xids = XidWatch(self._warn)
 
+    @property
+    def rank(self) -> int:
+        return self._request.rank
+
     def begin(self, request: StartRank) -> dict[str, str]:
         """Begin the next attempt of the same process; return the variables that differ.
 
         NCCL has read the address of its RAS already.
         """
-        changed = {
-            k: v for k, v in request.env.items() if self._env.get(k) != v and k != ras.ADDRESS
-        }
-        self._env = request.env
-        return changed
+        before, self._request, self._began_at = self._request.env, request, time.time()
+        return {k: v for k, v in request.env.items() if before.get(k) != v and k != ras.ADDRESS}
 
     def add(self, event: EventJson) -> None:
         """Keep an event for the driver.
@@ -113,7 +116,7 @@ class RankReports:
         if end is not None:
             error = recorded_error(self._error_file)
             end = None if more else replace(end, step=step, phase=phase, error=error)
-        quiet = time.time() - at if at else 0.0
+        quiet = self._quiet_s(at)
         work, pauses = read_compute_time(self._beat), read_pauses(self._beat)
         return RankNews(
             events, log, nccl, beat, quiet, work, pauses, end, server_quiet, time.time()
@@ -121,10 +124,16 @@ class RankReports:
 
     def status(self, pid: int, state: str) -> RankStatus:
         """Return the status of the running rank. `state`: that of its process."""
-        _, _, at = beat = self.beat()
-        now = time.time()
-        quiet = now - at if at else 0.0
+        beat = self.beat()
+        quiet, now = self._quiet_s(beat[2]), time.time()
         return RankStatus(pid, state, beat, quiet, read_compute_time(self._beat), at=now)
+
+    def _quiet_s(self, at: float) -> float:
+        """Return the age of a heartbeat in seconds, since the attempt began at most.
+
+        A process that waited for the attempt had nothing to do, maybe for minutes.
+        """
+        return time.time() - max(at, self._began_at) if at else 0.0
 
     def beat(self) -> tuple[int, str, float]:
         """Return the last heartbeat: step, phase, seconds since the epoch."""
