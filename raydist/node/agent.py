@@ -119,11 +119,12 @@ class RankAgent:
         self._store_pid = 0
         self._own_server: ForkServer | None = None
         """The fork server, if this agent started it."""
-        self._client: ForkClient | None = None
         self._connection_task: asyncio.Task[ForkClient] | None = None
         self._writer: Writer | None = None
         self._process: RankProcess | None = None
         """The newest start of the rank."""
+        self._starting = asyncio.Lock()
+        """Held while the rank is forked."""
         self._load = LoadReader()
         self._checkup: Checkup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -222,13 +223,13 @@ class RankAgent:
             )
         # At once: a server to be kept for a moment only would end while the facts are read.
         self._connection_task = asyncio.create_task(ForkClient.connect(place))
-        self._client = await self._connection_task
+        client = await self._connection_task
         if request.lead:
             from raydist.node import probe
 
             # The driver knows the GPUs of each rank.
             facts = probe.read_facts(ip=request.node_ip, interface=request.interface, gpus=None)
-        self._writer = Writer(self._client, self._spawn)
+        self._writer = Writer(client, self._spawn)
         if request.lead:
             raylet = ray_private.raylet_pid() if request.ray_stays else 0
             keep_s = min(request.keep_s, kept_server.most_s())
@@ -290,6 +291,11 @@ class RankAgent:
         return await self._start(request, FromMpirun())
 
     async def _start(self, request: StartRank, given: FromMpirun) -> ProcessId:
+        # The request of the previous attempt may still wait for a slow fork server.
+        async with self._starting:
+            return await self._fork(request, given)
+
+    async def _fork(self, request: StartRank, given: FromMpirun) -> ProcessId:
         assert self._writer is not None, "open() comes first"
         if request.keep and self._process is not None and self._process.go_on(request):
             return self._process.id
@@ -341,7 +347,9 @@ class RankAgent:
         return [*process.reports.take_events(), *self._writer.take_events()]
 
     async def stop(self, request: StopRank) -> None:
-        """Stop the rank, if it has been started (RankProcess.stop)."""
+        """Stop the rank, if it has been started (RankProcess.stop), or is being started."""
+        async with self._starting:
+            pass  # a later start waits for the end of the process that is stopped now
         if self._process is not None:
             await self._process.stop(request.grace, request.keep)
 
@@ -383,6 +391,14 @@ class RankAgent:
             await asyncio.to_thread(self._own_server.end)
         if self._client is not None and self._lead:
             shutil.rmtree(self.folder, ignore_errors=True)  # a killed server leaves it
+
+    @property
+    def _client(self) -> ForkClient | None:
+        """The connection to the fork server of this node; None until there is one."""
+        task = self._connection_task
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
 
     @property
     def _server(self) -> ForkClient:

@@ -88,12 +88,17 @@ def start_request(rank: int) -> StartRank:
     )  # fmt: skip
 
 
-async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
-    """Start a rank that calls a function, alone in its process group; its pid."""
+async def keep_call(agent: RankAgent, job: Callable[[], Any]) -> None:
+    """Have the node keep the function that its ranks call."""
     (agent.folder / rank_spec.CALL).unlink(
         missing_ok=True
     )  # of another test: a run has one function
     await agent.handle(KeepCall(cloudpickle.dumps((job, (), {}))))
+
+
+async def start(agent: RankAgent, job: Callable[[], Any], rank: int = 0) -> int:
+    """Start a rank that calls a function, alone in its process group; its pid."""
+    await keep_call(agent, job)
     process: ProcessId = await agent.handle(start_request(rank))
     return process.pid
 
@@ -608,6 +613,34 @@ def test_a_start_ends_a_process_whose_agent_was_taken_for_lost(
     assert [event["pid"] for event in history.events if event["kind"] == "joined"] == [second]
     assert history.end is not None
     assert (history.end.code, history.end.signal, history.end.stop_requested) == (0, 0, False)
+
+
+def test_a_rank_that_is_stopped_while_it_is_forked_ends(node: Node, agent: RankAgent) -> None:
+    """It ran, and its healthy node was replaced."""
+
+    async def stop_at_once() -> bool:
+        await keep_call(agent, lambda: time.sleep(300))
+        starting = asyncio.create_task(agent.handle(start_request(0)))
+        await asyncio.sleep(0)
+        await agent.handle(StopRank(0.0))
+        await starting
+        return await agent.handle(IsOpen())  # type: ignore[no-any-return]
+
+    assert node.run(stop_at_once())
+
+
+def test_of_two_starts_at_a_time_the_second_one_remains(node: Node, agent: RankAgent) -> None:
+    """Two processes shared the memory, the log and the GPU."""
+
+    async def start_twice() -> tuple[bool, bool]:
+        await keep_call(agent, lambda: time.sleep(300))
+        requests = [agent.handle(start_request(0)) for _ in range(2)]
+        first, second = await asyncio.gather(*requests)
+        found = alive(first.pid), alive(second.pid)
+        await agent.handle(StopRank(0.0))
+        return found
+
+    assert node.run(start_twice()) == (False, True)
 
 
 def test_a_rank_starts_while_a_writer_waits_for_the_disk(
