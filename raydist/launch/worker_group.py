@@ -146,9 +146,13 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         files = shared_paths.files(job, str(file.parent) if file else "")
         unreachable = self._find_unreachable(files)
         store = None if file else rendezvous.store_kind(job)
-        opened = self._open(range(self.plan.world_size), store)
-        if paused is not None:
-            paused.settle(used=bool(self.nodes.held_key(self.plan)))
+        used = False
+        try:
+            opened = self._open(range(self.plan.world_size), store)
+            used = bool(self.nodes.held_key(self.plan))
+        finally:
+            if paused is not None:
+                paused.settle(used)  # also if a node was lost: the next placement has none of them
         self._check_paths(files, [each.result(ANSWER_S * 2) for each in unreachable])
         # Nodes measure by their own clocks, which may be wrong.
         born = min(now := time.time(), max(began, *(each.born for each in opened)))

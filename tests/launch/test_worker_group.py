@@ -18,9 +18,10 @@ import pytest
 
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node, ResourceRequest
-from raydist.cluster.placement import Plan, assign_ranks
+from raydist.cluster.placement import Plan, Slot, assign_ranks
 from raydist.launch import calls, worker_group
 from raydist.launch.inline import LocalHosts
+from raydist.launch.paused_states import PausedStates
 from raydist.launch.run_storage import RunCheckpoints
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
@@ -246,6 +247,30 @@ def test_an_agent_that_fails_is_named_by_rank_and_host(
     hosts.replies[Open] = fail
     with pytest.raises(kind, match=r"rank 2 on host2 \(10\.0\.0\.2\): .*no interface eth7"):
         opened(hosts, events, job)
+
+
+class FakeStates:
+    """States that no node holds."""
+
+    def __init__(self) -> None:
+        self.settled: list[bool] = []
+
+    def server(self, slot: Slot) -> None:
+        return None
+
+    def settle(self, used: bool) -> None:
+        self.settled.append(used)
+
+
+def test_held_states_are_freed_if_an_agent_does_not_open(
+    hosts: FakeHosts, events: Events, job: Job
+) -> None:
+    """They stayed in the memory of the nodes until the run was over."""
+    hosts.replies[Open] = gone_from(2)
+    states = FakeStates()
+    with pytest.raises(LaunchError):
+        WorkerGroup(two_nodes(), hosts, events).open(job, (), paused=cast("PausedStates", states))
+    assert states.settled == [False]
 
 
 def test_agents_that_do_not_answer_are_counted(
