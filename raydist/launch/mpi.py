@@ -107,12 +107,13 @@ class MpirunBridge:
         threading.Thread(target=self._handle_replies, name="raydist-mpi", daemon=True).start()
 
     def end(self, logs: Path) -> None:
-        """Wait until mpirun has ended its daemons, and write its output to `logs`."""
+        """Wait until mpirun has ended its daemons, and write its output to `logs` if possible."""
         self._ended.wait(LEAVE_S)
         self._inbox.put(None)
         if self._output:
-            logs.mkdir(parents=True, exist_ok=True)
-            (logs / "mpirun.log").write_text(self._output)
+            with contextlib.suppress(OSError):  # the disk may be full: no reason to end a run
+                logs.mkdir(parents=True, exist_ok=True)
+                (logs / "mpirun.log").write_text(self._output)
 
     def _send(
         self, rank: int, request: Request[Reply], handle: Callable[[Future[Reply]], bool]

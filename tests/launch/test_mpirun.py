@@ -16,12 +16,15 @@ import pytest
 from raydist.flow import run_job
 from raydist.launch import mpi
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import ProcessEnd
+from raydist.messages.mpirun import MpirunEnded, NextDaemons, RunMpirun
 from raydist.node.probe import Facts
 from raydist.reporting.result import Result
 from raydist.settings.compose import compose
+from raydist.settings.config import Backend, Job
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.shared.events import Events
-from tests.launch.test_worker_group import FakeHosts
+from tests.launch.test_worker_group import FakeHosts, silent, two_nodes
 from tests.mpi_programs import (
     HOROVOD_MPI,
     HYDRA,
@@ -286,6 +289,23 @@ def test_hosts_with_different_mpis_are_refused(tmp_path: Path) -> None:
         match=r"host1 has openmpi 4.1.6 \(/usr/bin/mpirun\), and host0 has openmpi 5.0.11",
     ):
         mpi.check_same_mpi(group)
+
+
+def test_a_full_disk_does_not_end_a_run_that_mpirun_has_finished(tmp_path: Path) -> None:
+    """It had no values, and exit code 1."""
+    (tmp_path / "logs").touch()  # so that nothing can be written below it
+    hosts = FakeHosts()
+    hosts.replies[RunMpirun] = lambda rank, request: ProcessEnd(0, 0, 1.0, output="done")
+    hosts.replies[NextDaemons] = silent
+    with Events(tmp_path / "events.jsonl") as events:
+        group = WorkerGroup(two_nodes(), hosts, events)
+        own = {"kind": "openmpi", "version": "5.0.11", "mpirun": "/usr/bin/mpirun"}
+        group.facts = (Facts("a", "10.0.0.1", "eth0", "10.0.0.1", mpi=own),) * 4
+        with mpi.launching(Job(backend=Backend(name="mpi"), dir=str(tmp_path)), group):
+            pass
+    assert [request.why for _, request in hosts.sent(MpirunEnded)] == [
+        "mpirun ended with code 0: done"
+    ] * 4
 
 
 @requires_openmpi
