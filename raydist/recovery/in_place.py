@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from raydist.launch.worker_group import WorkerGroup
@@ -39,10 +39,13 @@ def may_stay_after(end: End) -> bool:
     return (end.how in alone and not end.stuck) or (end.failed and is_victim(end))
 
 
-def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
+def why_not_kept(
+    job: Job, ends: Collection[End], kept: Collection[int], hosts: Sequence[str]
+) -> str:
     """Return why ranks were started anew that had not failed; empty if there are none.
 
-    `ends`: of the previous attempt. `kept`: the ranks that kept their processes.
+    `ends`: of the previous attempt. `kept`: the ranks that kept their processes. `hosts`: that of
+    each rank now.
     """
     lost = [
         end
@@ -53,10 +56,14 @@ def why_not_kept(job: Job, ends: Collection[End], kept: Collection[int]) -> str:
         return ""
     if why := why_all_forked(job, ends):
         return why
-    if not kept and all(end.kept for end in lost):
+    if len(hosts) != len(ends):
         return "the number of ranks has changed"
+    if not kept and any(end.kept and end.host != hosts[end.rank] for end in lost):
+        return "ranks on nodes that stayed have other numbers"
     one = min(lost, key=lambda end: not end.why_not_kept)
     other = "it failed because it had lost a peer" if one.failed else "its process has ended"
+    if one.kept:
+        other += " while it waited"
     return f"rank {one.rank}: {one.why_not_kept or other}"
 
 
@@ -101,7 +108,8 @@ class Meeting:
         if self._retry is None or not isinstance(event, kinds.Restarted):
             return event
         kept = self._group.rendezvous.kept
-        why = why_not_kept(self._job, self._retry.past[-1].ends, kept)
+        hosts = [slot.node.host for slot in self._group.plan.slots]
+        why = why_not_kept(self._job, self._retry.past[-1].ends, kept, hosts)
         found: dict[str, Any] = {"kept": kept, "why_not_kept": why}
         more = {name: value for name, value in found.items() if value}
         return kinds.Restarted(**vars(event), **more)

@@ -49,27 +49,30 @@ def test_ranks_keep_their_processes_if_others_were_killed(
 
 
 @pytest.mark.parametrize(
-    ("job", "ends", "kept", "why"),
+    ("job", "ends", "kept", "hosts", "why"),
     [
-        (AUTO, [KEPT, KILLED, replace(KEPT, rank=2)], (0, 2), ""),
-        (AUTO, [KEPT, KILLED, BUSY], (0,), "rank 2: it was busy"),
+        (AUTO, [KEPT, KILLED, replace(KEPT, rank=2)], (0, 2), "aba", ""),
+        (AUTO, [KEPT, KILLED, BUSY], (0,), "abc", "rank 2: it was busy"),
         (
             AUTO,
             [KEPT, KILLED, replace(BUSY, why_not_kept="")],
             (0,),
+            "abc",
             "rank 2: its process has ended",
         ),
-        (AUTO, [KEPT, KILLED], (), "the number of ranks has changed"),
-        (AUTO, [replace(KEPT, kept=False), RAISED], (), "rank 1 was not killed: raised"),
-        (AUTO, [KILLED, replace(KILLED, rank=0)], (), ""),
-        (AUTO, [KEPT, KILLED, VICTIM], (0,), "rank 2: it failed because it had lost a peer"),
-        (job(3), [replace(KEPT, kept=False), KILLED], (), ""),
+        (AUTO, [KEPT, KILLED], (), "a", "the number of ranks has changed"),
+        (AUTO, [KEPT, KILLED], (), "ba", "ranks on nodes that stayed have other numbers"),
+        (AUTO, [KEPT, KILLED], (), "ab", "rank 0: its process has ended while it waited"),
+        (AUTO, [replace(KEPT, kept=False), RAISED], (), "ab", "rank 1 was not killed: raised"),
+        (AUTO, [KILLED, replace(KILLED, rank=0)], (), "ab", ""),
+        (AUTO, [KEPT, KILLED, VICTIM], (0,), "abb", "rank 2: it failed because it had lost a peer"),
+        (job(3), [replace(KEPT, kept=False), KILLED], (), "ab", ""),
     ],
 )
 def test_why_ranks_that_had_not_failed_were_started_anew(
-    job: Job, ends: list[End], kept: tuple[int, ...], why: str
+    job: Job, ends: list[End], kept: tuple[int, ...], hosts: str, why: str
 ) -> None:
-    assert why_not_kept(job, ends, kept) == why
+    assert why_not_kept(job, ends, kept, hosts) == why
 
 
 def test_all_ranks_get_the_contacts_of_all_once_the_last_has() -> None:
