@@ -28,6 +28,12 @@ class Run(Generic[T]):
 
     As a context manager it waits at the end of the block; if the block raises, it stops the run
     first.
+
+    - `dir`: the run folder.
+    - `done()`: whether the run is over.
+    - `result(timeout=None)`: waits for the Result; TimeoutError after `timeout` seconds.
+    - `stop()`: asks the run to stop with its last state on the disk.
+    - `events()`: yields the events as they happen, from the first to the last one.
     """
 
     def __init__(self, job: Job, call: RemoteCall | None, on_event: Reader | None) -> None:

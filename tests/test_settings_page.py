@@ -22,6 +22,10 @@ A wrong setting starts nothing: the exit code is 2, and the message names the ne
 Files of your own in `./conf` and `./jobs` are searched before [raydist's own](../conf).
 Sizes and times have their unit in their name: `_s` seconds, `_mb` MiB.
 
+`--config-name NAME` and `--config-dir DIR` choose other files of settings, and `--info` shows which
+files the settings come from. `eval "$(raydist -sc install=bash)"` completes settings and their
+values in the shell (also `zsh`, `fish`).
+
 `python -m tests.test_settings_page` writes this page.
 """
 

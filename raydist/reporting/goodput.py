@@ -9,7 +9,7 @@ from raydist.reporting.failures import Failures
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 
-NAMES = {"evaluate": "evaluation", "save": "saves", "data": "waiting for data"}
+NAMES = {"evaluate": "evaluation", "save": "saves"}
 """The loop's name of an activity outside of steps -> its name in a Result."""
 
 

@@ -373,8 +373,8 @@ class Hang:
     steps: float = at_least(0, 3.0)
     """Additional silence that is allowed, in steps of the rank (their median duration)."""
     limit_s: float = greater_than(0, 1800.0, most=MAX_SECONDS)
-    """Seconds without a heartbeat after which the run is ended in any case, also while it starts or
-    saves."""
+    """Seconds without a heartbeat after which the run is ended, also while it starts or saves; not
+    a program that reports nothing, nor while a rank waits in the debugger."""
     end: bool = True
     """End the run if ranks can never continue: one is stopped, or they wait in different
     collectives. false: only report it."""
@@ -395,8 +395,9 @@ class Restart:
 
     max: int | None = at_least(0, None)
     """Maximum number of failures within `window_s`; 0: no restart. Nodes that the cluster takes
-    away do not count. null: 3 for jobs, and one more for each 1,024 ranks; 0 for script=, because
-    running it again may repeat side effects."""
+    away do not count. null: 3, and one more for each 1,024 ranks; 0 for backend=mpi, and for
+    script= with a fixed number of nodes and no spares, because running it again may repeat side
+    effects."""
     window_s: float | None = greater_than(0, 3600.0, most=MAX_SECONDS)
     """Seconds after which a failure no longer counts; null: it always counts."""
     in_place: str = one_of("off", "auto", "on")
@@ -456,7 +457,7 @@ class Watch:
     such as `raydist stacks` work in any case."""
     profile: str = ""
     """Steps of all ranks that are profiled, in one file in the run folder: 100..105; empty: none.
-    As `raydist profile`."""
+    From step 2 on, at most 1000 steps. As `raydist profile`."""
     post_mortem: bool = False
     """A rank that raises an exception waits there for a person before it fails, as at a
     breakpoint(): `raydist debug` begins pdb's post-mortem."""
@@ -488,8 +489,8 @@ class Sweep:
 
     sampler: str = one_of("auto", "grid", "random", "tpe", "gp", "cmaes", "nsga2", "qmc")
     """Who proposes the settings of a trial: grid (every combination), random, or a sampler of
-    Optuna; auto: grid if the space has only choices and at most `trials` combinations, else
-    random."""
+    Optuna; auto: grid if the space has only choices, and at most `trials` combinations if that
+    is set, else random."""
     trials: int | None = at_least(1, None)
     """Number of trials; null: all combinations of the grid."""
     objective: str = ""

@@ -136,7 +136,8 @@ class HasPlan(HasSlots):
 
 
 class StartsAttempt(Event):
-    """An event with which the next attempt begins: all ranks are started again."""
+    """An event with which the next attempt begins: all ranks are started again, or with
+    restart.in_place only those that failed."""
 
     number: int
     """Failures so far (`restart`), or attempts so far (`regroup`, `pause`)."""
@@ -200,7 +201,7 @@ class Phase(Event):
     """A phase of the launch ended."""
 
     name: str
-    """connect, place, actors, warm-up, rendezvous, first step."""
+    """queue, connect, place, actors, warm-up, rendezvous, first step."""
     s: float
     """Seconds that it took."""
 
@@ -272,7 +273,7 @@ class Spent(OfRank):
     """An evaluation or a save ended."""
 
     what: str
-    """evaluate, save, data."""
+    """evaluate, save."""
     s: float
     """Seconds that it took."""
 
@@ -302,8 +303,8 @@ class Done(OfRank):
     """The training loop of a rank ended."""
 
     spent: Mapping[str, float] | None = None
-    """Seconds by activity: step, evaluate, save, data. `step` is without the first step, which is a
-    part of the launch."""
+    """Seconds by activity: step, evaluate, save. `step` is without the first step, which is a part
+    of the launch."""
     samples: int = 0
     """Samples of all ranks after the first step."""
 

@@ -54,11 +54,8 @@ def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:
     """Return (sampler, number of trials); ConfigError if the sampler can't handle the space."""
     combinations, name = space.combinations, sweep.sampler
     if name == "auto":
-        name = (
-            "grid" if combinations is not None and (sweep.trials or 0) <= combinations else "random"
-        )
-        if combinations is not None and sweep.trials is not None and sweep.trials < combinations:
-            name = "random"
+        all_fit = combinations is not None and combinations <= (sweep.trials or combinations)
+        name = "grid" if all_fit else "random"
     intervals = [key for key, part in space.parts.items() if isinstance(part, Interval)]
     if name == "grid" and intervals:
         cause = f"{intervals[0]} is an interval, which has no grid"

@@ -74,6 +74,10 @@ def test_a_setting_of_sweeps_is_none_of_one_run(
 
 def test_auto_is_a_grid_where_there_is_one() -> None:
     overrides = ["optim.lr=0.1,0.01", "model=mlp,small_cnn"]
-    for more, chosen in (([], ("grid", 4)), (["sweep.trials=3"], ("random", 3))):
+    for more, chosen in (
+        ([], ("grid", 4)),
+        (["sweep.trials=3"], ("random", 3)),
+        (["sweep.trials=10"], ("grid", 4)),
+    ):
         result = space(*overrides, *more)
         assert samplers.choose_sampler(next(result.jobs()).sweep, result) == chosen
