@@ -174,6 +174,8 @@ class Stepper:
         finite = loss is None or self._finite(loss, norm)
         if finite:
             self._step()
+        else:
+            self.scaler.update()  # which ends what unscale_ began, and reduces the scale
         optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         return StepFigures(mean_loss() if loss is None else loss, norm, finite)

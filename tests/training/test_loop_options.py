@@ -157,6 +157,17 @@ def test_a_step_that_is_not_finite_changes_no_weight(runs: Any, division: str) -
     assert results[1].kind("warning") == []
 
 
+def test_fp16_goes_on_after_a_step_that_changed_no_weight(tmp_path: Path) -> None:
+    train = replace(BASE.train, nan="skip", precision="fp16")
+    job = replace(BASE, train=train)
+    results = succeeded(run_ranks(2, job, lambda job: Trained(job, "skip", BAD), tmp_path / "run"))
+    losses = [values["loss"] for values in reports(results[0], 0) if "loss" in values]
+    assert [math.isnan(loss) for loss in losses] == [step == BAD for step in range(1, STEPS + 1)]
+    weights = [result.value.weights for result in results]
+    assert bool(weights[0].isfinite().all())
+    assert torch.equal(*weights)
+
+
 @pytest.mark.parametrize("division", ["ddp", "fsdp"])
 def test_a_training_that_ends_at_such_a_step_leaves_its_batches(runs: Any, division: str) -> None:
     folder, results = runs[division]
