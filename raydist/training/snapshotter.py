@@ -91,9 +91,10 @@ class Snapshotter:
         self.on = current.memory is not None and job.snapshot.every != 0
         _, lead = current.memory or (-1, -1)
         self._memory = checkpoint.own_memory() if self.on else None
-        if self._memory is not None and self._memory.fit > current.fit:
-            # a later raydist.fit of the job needs the memory: this one has finished, and is on the
-            # disk
+        self._finished = self._memory is not None and self._memory.fit > current.fit
+        """Whether this rank was in a later raydist.fit of the job, which needs its memory: this one
+        has finished, and is on the disk."""
+        if self._finished:
             self._memory = None
         if self._memory is not None:
             self._memory.begin_fit(current.fit)
@@ -204,11 +205,12 @@ class Snapshotter:
             else [Offer(*each) for each in self._memory.offers()[:OFFERS]]
         )
         padded = [*mine, *[Offer()] * (OFFERS - len(mine))]
-        rows = self._comm.gather(
-            torch.tensor([self._me.node_rank, *(number for offer in padded for number in offer)])
-        )
+        numbers = (number for offer in padded for number in offer)
+        rows = self._comm.gather(torch.tensor([self._me.node_rank, self._finished, *numbers]))
+        if any(int(row[1]) for row in rows):
+            return None  # also if the other ranks failed before they entered the later one
         nodes = [int(row[0]) for row in rows]
-        offers = [[Offer(*four) for four in row[1:].view(OFFERS, -1).tolist()] for row in rows]
+        offers = [[Offer(*four) for four in row[2:].view(OFFERS, -1).tolist()] for row in rows]
         if (chosen := choose_snapshot(offers)) is None:
             return None
         step, source = chosen

@@ -223,6 +223,31 @@ def test_a_state_reaches_a_new_node_in_pieces_and_is_there_once(tmp_path: Path, 
     assert [each.value for each in results] == [(*expected, [4])] * 2 + [(*expected, [])] * 2
 
 
+def between_two_fits(job: Job, lead: Path) -> Any:
+    """On the two ranks of a node: the first one failed after the first raydist.fit, the other one
+    had begun the second. `lead`: the file of the first one's memory."""
+    here = context.current()
+    first = here.rank.rank == 0
+    descriptor = os.open(lead, os.O_RDWR)
+    own = descriptor if first else os.memfd_create("own")
+    if first:
+        memory = SnapshotBuffer(own)
+        memory.begin_fit(1)
+        memory.write(4, state(4, 0))
+    else:
+        os.pwrite(own, blank_page(), 0)
+        SnapshotBuffer(own).begin_fit(2)
+    here.memory, here.fit = (own, descriptor), 1
+    return Snapshotter(job, here.comm).find()
+
+
+def test_a_fit_that_has_finished_is_not_found_in_memory_on_any_rank(tmp_path: Path) -> None:
+    (tmp_path / "lead").write_bytes(blank_page())
+    work = partial(between_two_fits, lead=tmp_path / "lead")
+    results = run_ranks(2, GLOO, work, tmp_path, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert [(each.error, each.value) for each in results] == [("", None)] * 2
+
+
 def test_a_first_attempt_looks_for_nothing(tmp_path: Path) -> None:
     results = run_ranks(
         2, GLOO, find({0: (3,), 1: (3,)}, nodes=2), tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"}
