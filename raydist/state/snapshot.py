@@ -184,6 +184,22 @@ class SnapshotBuffer:
         self.settle()
         self.lock(SAVE_SLOT if snapshot < 0 else snapshot)
 
+    def room_while_saving(self) -> bool:
+        """Report whether the next states have memory, while one is being written to the disk.
+
+        If so, they keep it.
+        """
+        locked = self.locked_slot
+        if locked < 0:
+            return True
+        count = SLOTS - 1 if isinstance(self._device, HostDevice) else SLOTS
+        try:
+            for slot in {*range(count)} - {*self.steps.values()}:
+                self._open(slot, *self.size(locked), False)
+        except NoRoom:
+            return False
+        return True
+
     def keep_to_save(self, step: int, state: Mapping[str, Any]) -> None:
         """Put a state where the writer of the node finds it. NoRoom as in `write`.
 

@@ -155,7 +155,7 @@ class WholeCheckpointer:
         drawn = torch.stack(self.comm.gather(random_state.capture(context.rank().device)))
         extra = {**more(), "random": drawn}
         if context.rank().rank != 0 or self.snapshots.to_disk(step, extra, metrics):
-            groups.wait_for_all(self.comm, lambda within_s: True)
+            groups.wait_for_all(self.comm, self.snapshots.can_go_on)
         else:
             # No process writes for the rank: this takes until everything is saved.
             whole = {**common(), **extra, "config": as_saved(self.job)}

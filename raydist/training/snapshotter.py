@@ -178,7 +178,7 @@ class Snapshotter:
             self._keep(step, own, state)
         if self._memory is not None:
             self._memory.settle()
-        return self._memory is not None
+        return self._memory is not None and step in self._memory.steps
 
     def to_disk(self, step: int, extra: State, metrics: dict[str, float]) -> bool:
         """Have this step's snapshot written to the disk in the background; report whether it is.
@@ -194,6 +194,14 @@ class Snapshotter:
     def rest(self, within_s: float = math.inf) -> bool:
         """Wait until the checkpoint that is being written is on the disk; report whether it is."""
         return self._memory is None or self._memory.rest(within_s)
+
+    def can_go_on(self, within_s: float) -> bool:
+        """Report whether the next states can be kept beside the one that is being written.
+
+        If there is too little memory, wait until it is on the disk. Otherwise this rank would keep
+        none meanwhile, and soon have no step that the other ranks have.
+        """
+        return self._memory is None or self._memory.room_while_saving() or self.rest(within_s)
 
     def find(self) -> Restored | None:
         """Return the newest state that all ranks can restore, the same on all. A collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,13 +21,15 @@ from raydist.state.device import HostDevice
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import PAGE, blank_page
 from raydist.training import optim, snapshotter
+from raydist.training.checkpointer import WholeCheckpointer
 from raydist.training.rank_model import RankModel
 from raydist.training.snapshot_interval import spacing
 from raydist.training.snapshotter import Offer, Restored, Snapshotter, choose_snapshot
 from raydist.training.step import Stepper
 from raydist.worker import context
 from tests.lagging import Lagging
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, succeeded
+from tests.waiting import wait_until
 
 GLOO = Job(backend=Backend("gloo"))
 
@@ -329,6 +332,46 @@ def test_without_memory_for_a_third_state_none_is_kept_while_one_gets_to_the_dis
     (result,) = run_ranks(1, GLOO, scarce(2), tmp_path)
     assert (result.error, result.kind("warning")) == ("", [])
     assert result.value[0] == [1, 2, 3, 3, 3, 6, 7, 8]
+
+
+def scarce_while_saving(job: Job) -> Any:
+    """8 steps; a checkpoint is saved after the third, and rank 0 has no memory for a third state."""
+    here, descriptor = context.current(), os.memfd_create("test")
+    os.pwrite(descriptor, blank_page(), 0)
+    here.memory, memory = (descriptor, descriptor), SnapshotBuffer(descriptor)
+    lead = here.rank.rank == 0
+    keeper = WholeCheckpointer(Job(snapshot=Snapshot(every=1)), here.comm)
+    keeper.begin(0)
+
+    def writer() -> None:
+        wait_until(lambda: memory.locked_slot >= 0)
+        time.sleep(1)
+        memory.lock(-1)
+
+    kept = []
+    parts = lambda: {"rank": torch.ones(1)}, lambda: {"model": torch.ones(1 << 20)}
+    for step in range(1, 9):
+        keeper.snapshots.step(step, *parts)
+        if step == 3:
+            cgroup.memory_left = lambda root=Path("/"): 1 << 20 if lead else 1 << 30
+            if lead:
+                threading.Thread(target=writer).start()
+            keeper.save_parts(3, *parts, {})
+        kept.append({*memory.steps})
+    memory.lock(memory.steps[8])
+    held = [keeper.snapshots.hold(step, *parts) for step in (9, 10)]
+    memory.lock(-1)
+    return kept, held, {*memory.steps}
+
+
+def test_ranks_have_a_common_state_while_a_checkpoint_is_written_without_memory(
+    tmp_path: Path,
+) -> None:
+    one, other = succeeded(run_ranks(2, GLOO, scarce_while_saving, tmp_path))
+    assert all(mine & theirs for mine, theirs in zip(one.value[0], other.value[0], strict=True))
+    assert one.value[0][-1] == {7, 8}
+    assert one.value[1:] == ([True, False], {8, 9})
+    assert other.value[1:] == ([True, True], {8, 9, 10})
 
 
 def test_without_memory_for_two_there_are_none_and_what_they_took_is_free(tmp_path: Path) -> None:
