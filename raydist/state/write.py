@@ -332,6 +332,7 @@ def unloadable(value: Any, where: str) -> Iterator[str]:
     kind = type(value)
     if kind in (dict, OrderedDict):
         for key, inner in value.items():
+            yield from unloadable(key, f"{where}: key {key!r}")
             yield from unloadable(inner, f"{where}[{key!r}]")
     elif kind in (list, tuple, set, torch.Size):
         for index, inner in enumerate(value):

@@ -263,6 +263,8 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(
         ({"a": {"b": [1, np.float64(0.5)]}}, "state['a']['b'][1] is a numpy.float64"),
         ({"noise": np.random.default_rng(0)}, "state['noise'] is a numpy.random.Generator"),
         ({"array": np.zeros(2)}, "state['array'] is a numpy.ndarray"),
+        ({"counts": {np.int64(3): 5}}, f"state['counts']: key {np.int64(3)!r} is a numpy.int64"),
+        ({(1, Path("x")): 5}, f"state: key {(1, Path('x'))!r}[1] is a pathlib.PosixPath"),
         ({"layer": torch.nn.Linear(1, 1)}, "state['layer'] is a torch.nn.modules.linear.Linear"),
     ],
 )
@@ -273,6 +275,13 @@ def test_what_could_not_be_loaded_is_not_saved(
         checkpoint.save(1, state)
     assert str(caught.value).startswith(where)
     assert checkpoint.latest() is None
+
+
+@pytest.mark.parametrize("key", [1, 0.5, True, None, "a", b"a", (1, "a"), torch.float32])
+def test_what_may_be_a_key_of_a_state_can_be_loaded(events: Seen, key: Any) -> None:
+    path = checkpoint.save(1, {"counts": {key: 5}})
+    assert path is not None
+    assert checkpoint.load(path)["counts"] == {key: 5}
 
 
 class Bomb:
