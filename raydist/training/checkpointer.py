@@ -54,6 +54,10 @@ class Checkpointer(Protocol):
         """Have a GPU end its copies of the last state. It must precede each change of the state."""
         ...
 
+    def note_change(self, step: int) -> None:
+        """Note that the state of this step, which may have been kept, is now changed."""
+        ...
+
     def hold(self, state: TrainingState) -> bool:
         """Keep the state in memory whether or not it is due; report whether this rank has."""
         ...
@@ -123,6 +127,9 @@ class WholeCheckpointer:
 
     def catch_up(self) -> None:
         self.snapshots.catch_up()
+
+    def note_change(self, step: int) -> None:
+        self.snapshots.note_change(step)
 
     def hold(self, state: TrainingState) -> bool:
         return self.snapshots.hold(state.progress.step, state.own, state.common)
@@ -212,6 +219,9 @@ class ShardCheckpointer:
     def catch_up(self) -> None:
         if self.keeps:
             self.interval.catch_up(sharded.catch_up)
+
+    def note_change(self, step: int) -> None:
+        self.catch_up()  # a checkpoint has the shards as they are when it is saved
 
     def _keep(self, state: TrainingState, alongside: bool = False) -> None:
         source = {**state.order.own(), "part": state.order.rank}

@@ -73,7 +73,7 @@ class Training:
         stepper = self.state.stepper
         self._announce()
         # A checkpoint is saved after the evaluation of its step, a snapshot is kept before it.
-        if self._evaluates_after(progress.step) and self.checkpointer.saved_step != progress.step:
+        if progress.unevaluated:
             self._evaluate()
         save_now = False
         while progress.more:
@@ -95,6 +95,7 @@ class Training:
                 for action in actions:
                     if action.what == "set":
                         self._change(action.step, action.values)
+                evaluate = progress.unevaluated = self._evaluates_after(progress.step)
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
                     self._leave()
@@ -102,7 +103,6 @@ class Training:
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
                     began = time.perf_counter()
-                evaluate = self._evaluates_after(progress.step)
                 save_every = self.job.checkpoint.every
                 due = save_now or (save_every and progress.step % save_every == 0)
                 # The last step of an epoch of a map-style data set is saved after its evaluation.
@@ -246,6 +246,7 @@ class Training:
     def _evaluate(self) -> None:
         """Evaluate the model on the test samples, unless this step has been evaluated already."""
         step = self.state.progress.step
+        self.state.progress.unevaluated = False
         if self.tests is None or self.evaluated_step == step:
             return
         with self._spending("evaluate"):
@@ -255,6 +256,7 @@ class Training:
         if context.rank().rank == 0:
             context.report(step=step, **self.results)
         if self.hooks.on_evaluate is not None:
+            self.checkpointer.note_change(step)
             self.hooks.on_evaluate(step, dict(self.results))
 
     def _save(self) -> None:

@@ -99,6 +99,8 @@ class Snapshotter:
         if self._memory is not None:
             self._memory.begin_fit(current.fit)
         self._lead = SnapshotBuffer(lead) if self._memory is not None and lead >= 0 else None
+        self._changed_step = -1
+        """A step whose state was kept before it was changed."""
         self._clone: Cloned = "host" if current.rank.device.type == "cuda" else "all"
         """What must be copied of a state that is read: a GPU has its own copy of the rest as soon
         as the state is loaded."""
@@ -144,6 +146,14 @@ class Snapshotter:
         if self._memory is not None:
             self.interval.catch_up(self._memory.catch_up)
 
+    def note_change(self, step: int) -> None:
+        """Note that the state of this step, which may have been kept, is now changed."""
+        self.catch_up()
+        if self._memory is not None:
+            self._memory.settle()
+            if step in self._memory.steps:
+                self._changed_step = step
+
     def _keep(
         self,
         step: int,
@@ -183,11 +193,11 @@ class Snapshotter:
     def to_disk(self, step: int, extra: State, metrics: dict[str, float]) -> bool:
         """Have this step's snapshot written to the disk in the background; report whether it is.
 
-        It is not if `hold` could not keep the state. `extra`: what the checkpoint has instead of
-        the snapshot's values, or in addition.
+        It is not if `hold` could not keep the state, or if the state was changed since. `extra`:
+        what the checkpoint has instead of the snapshot's values, or in addition.
         """
         slot = None if self._memory is None else self._memory.steps.get(step)
-        if slot is None:
+        if slot is None or step == self._changed_step:
             return False
         return checkpoint.hand_over(self._request(step, extra, metrics), slot)
 

@@ -28,6 +28,8 @@ class TrainingProgress:
         """Training samples used so far by all ranks."""
         self.loss: torch.Tensor | None = None
         """The loss of the last step; None: it is not known."""
+        self.unevaluated: bool = position.get("unevaluated", False)
+        """Whether an evaluation after the last step is to come (`train.evaluate_steps`)."""
         per_epoch, epochs = order.steps_per_epoch, job.train.epochs
         after = order.steps_left + (epochs - order.epoch - 1) * per_epoch
         self.steps = job.train.steps or step + (after if order.epoch < epochs else 0)
@@ -114,12 +116,13 @@ class TrainingState:
         """By name: the value with which the run began, and the present one."""
 
     def position(self) -> State:
-        """Return the position in the data, and the changed settings: equal on all ranks."""
+        """Return how far the training is, and the changed settings: equal on all ranks."""
         progress = self.progress
         return {
             **self.order.place(),
             "samples": progress.samples,
             "warmed": progress.warmed,
+            "unevaluated": progress.unevaluated,
             "changed": {name: [*values] for name, values in self._changes.items()},
         }
 

@@ -3,7 +3,11 @@ gloo ranks."""
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +20,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Train
+from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
+from raydist.state.snapshot import SnapshotBuffer
+from raydist.state.snapshot_layout import SAVE_SLOT
+from raydist.worker import context
 from tests.ranks import RankResult, run_ranks, succeeded
 from tests.training import test_own_loss
+from tests.training.test_sharded import memory
 
 FEATURES, CLASSES, STEPS, BATCH = 8, 4, 4, 16
 LR = 0.5
@@ -232,6 +240,89 @@ def test_what_a_hook_raises_ends_the_training(tmp_path: Path) -> None:
 
     for rank in succeeded(run_ranks(2, BASE, stopped, tmp_path)):
         assert rank.value == [1, 2]
+
+
+class Drawing(nn.Module):
+    """Draws random numbers, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.layer(features + 0.1 * torch.randn(len(features), 1))
+        return scores
+
+
+class Kept:
+    """A training on one rank whose states are kept in memory. A hook adds 1 to the bias after
+    each evaluation."""
+
+    def __init__(self, job: Job, descriptor: int, stop: int = 0) -> None:
+        """`stop`: the step after which the rank fails, before its state is kept."""
+        here = context.current()
+        here.memory, here.buffer, here.fits = (descriptor, descriptor), None, 0
+        self.saved: dict[int, Tensor] = {}
+        self.hooked: dict[int, Tensor] = {}
+        self.losses: dict[int, float] = {}
+        self._stop = stop
+        self._model = Drawing()
+        threading.Thread(
+            target=self._write, args=(SnapshotBuffer(descriptor),), daemon=True
+        ).start()
+        with suppress(ArithmeticError):
+            raydist.fit(
+                job,
+                model=self._model,
+                train=TensorDataset(*tensors()),
+                test=TensorDataset(*tensors()),
+                loss=F.cross_entropy,
+                on_step=self._on_step,
+                on_evaluate=self._on_evaluate,
+            )
+
+    def _write(self, memory: SnapshotBuffer) -> None:
+        """Note the weights of each checkpoint, in place of the writer of the node."""
+        while True:
+            if (slot := memory.locked_slot) >= 0:
+                # A request that names a snapshot has only what that lacks.
+                request = memory.read_request(SAVE_SLOT)
+                self.saved[request.step] = request.state["model"]["layer.bias"].clone()
+                assert slot in (SAVE_SLOT, memory.steps.get(request.step))
+                memory.lock(-1)
+            time.sleep(0.001)
+
+    def _on_step(self, step: int, values: Any) -> None:
+        self.losses[step] = float(values["loss"])
+        if step == self._stop:
+            raise ArithmeticError("no more")
+
+    def _on_evaluate(self, step: int, values: Any) -> None:
+        with torch.no_grad():
+            self._model.layer.bias[0] += 1
+        self.hooked[step] = self._model.layer.bias.detach().clone()
+
+
+def kept(job: Job) -> tuple[Kept, Kept]:
+    """Train to the end; and with a failure after the evaluation and the checkpoint of step 2."""
+    torch.manual_seed(0)
+    whole, descriptor = Kept(job, memory()), memory()
+    torch.manual_seed(0)
+    Kept(job, descriptor, stop=3)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    os.environ["RAYDIST_RESUME"] = "checkpoints/step-00000002"
+    return whole, Kept(job, descriptor)
+
+
+def test_what_an_evaluation_changes_is_in_checkpoints_and_after_a_restart(tmp_path: Path) -> None:
+    job = replace(BASE, snapshot=Snapshot(every=1), checkpoint=Checkpoint(every=2))
+    (rank,) = succeeded(run_ranks(1, job, kept, tmp_path))
+    whole, restarted = rank.value
+    assert [*whole.saved] == [*whole.hooked] == [2, 4]
+    for step, bias in whole.hooked.items():
+        assert torch.equal(whole.saved[step], bias)
+    assert [*restarted.hooked] == [2, 4]
+    assert restarted.losses == {step: whole.losses[step] for step in (3, 4)}
 
 
 def test_a_pipeline_has_hooks_but_no_step_of_the_jobs_own(tmp_path: Path) -> None:
