@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +26,9 @@ from raydist.training import data
 from raydist.training.ray_data import split_over_ray
 from raydist.worker import random_state
 from raydist.worker.backends import Comm
+
+FIRST_SEEDS: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+"""The seed that each generator of a source had in the first epoch."""
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -70,6 +74,8 @@ class Deal(IterableDataset[Step]):
     def __iter__(self) -> Iterator[Step]:
         for each in epoch_setters(self.items):
             each.set_epoch(self.epoch)
+        if not self.stateful:
+            seed_generators(self.items, self.epoch)
         if self.state is not None:
             self.items.load_state_dict(self.state)
         passed_over = self.begin if self.state is None else 0
@@ -199,13 +205,39 @@ def of_datasets(train: Any) -> bool:
 
 def epoch_setters(items: Any) -> Iterator[Any]:
     """Yield the parts of a source that take the epoch: itself, its sampler, its data set."""
-    parts = (
-        items,
-        getattr(items, "sampler", None),
-        getattr(items, "batch_sampler", None),
-        getattr(items, "dataset", None),
-    )
-    return (each for each in parts if hasattr(each, "set_epoch"))
+    return (each for each in source_parts(items) if hasattr(each, "set_epoch"))
+
+
+def seed_generators(items: Any, epoch: int) -> None:
+    """Seed the generators that a source has for itself, as if it had drawn nothing for this epoch.
+
+    A process that continues in a later epoch has not drawn what came before. In the first epoch
+    the generators are left as the job has made them.
+    """
+    for part in source_parts(items):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            drawn = generator in FIRST_SEEDS
+            first = FIRST_SEEDS.setdefault(generator, generator.initial_seed())
+            if epoch or drawn:
+                generator.manual_seed(random_state.derive(first, epoch) if epoch else first)
+
+
+def source_parts(items: Any) -> Iterator[Any]:
+    """Yield a source and what it takes its items from."""
+    yield items
+    for name in ("sampler", "batch_sampler", "dataset"):
+        yield getattr(items, name, None)
+    if (inner := inner_sampler(items)) is not getattr(items, "sampler", None):
+        yield inner
+
+
+def inner_sampler(items: Any) -> Any:
+    """Return the sampler of a loader's batch_sampler, None without one.
+
+    A DataLoader that was given a batch_sampler has another one, unused, as its `sampler`.
+    """
+    return getattr(getattr(items, "batch_sampler", None), "sampler", None)
 
 
 def checksum(sample: Any) -> int:

@@ -28,7 +28,15 @@ from raydist.shared.errors import ConfigError
 from raydist.state.snapshot_layout import State
 from raydist.state.write import unloadable
 from raydist.training import data
-from raydist.training.deal import Batch, Collate, Deal, Step, make_deal, source_kind
+from raydist.training.deal import (
+    Batch,
+    Collate,
+    Deal,
+    Step,
+    inner_sampler,
+    make_deal,
+    source_kind,
+)
 from raydist.training.reshard import from_bytes, to_bytes
 from raydist.worker import context
 from raydist.worker.backends import Comm
@@ -311,7 +319,8 @@ def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
             )
         else:
             found.append("with another number of ranks the epoch starts again")
-        if type(getattr(train, "sampler", None)).__name__ in ("RandomSampler", "SequentialSampler"):
+        sampler = inner_sampler(train) or getattr(train, "sampler", None)
+        if type(sampler).__name__ in ("RandomSampler", "SequentialSampler"):
             found.append(
                 "each rank goes through all of its data set (a DistributedSampler gives it its "
                 "part)"

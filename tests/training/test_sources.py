@@ -17,7 +17,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
@@ -124,6 +131,17 @@ def plain_loader() -> Any:
     return DataLoader(TensorDataset(*tensors()), batch_size=6, sampler=sampler())
 
 
+def drawing_loader() -> Any:
+    """A loader whose sampler has a generator of its own."""
+    me, drawn = raydist.rank(), torch.Generator().manual_seed(7)
+    part = Subset(TensorDataset(*tensors()), range(me.rank, SIZE, me.world_size))
+    return DataLoader(part, batch_size=6, shuffle=True, generator=drawn)
+
+
+def batch_sampler_loader() -> Any:
+    return DataLoader(TensorDataset(*tensors()), batch_sampler=BatchSampler(sampler(), 6, True))
+
+
 def stateful_loader(**words: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -146,6 +164,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "iterable": Shuffled,
     "stateful iterable": Placed,
     "DataLoader": plain_loader,
+    "DataLoader with a generator": drawing_loader,
+    "DataLoader with a batch_sampler": batch_sampler_loader,
     "own loader": OwnLoader,
 }
 TORCHDATA: dict[str, Callable[[], Any]] = {
@@ -238,6 +258,13 @@ def test_an_epoch_has_each_sample_once(name: str, trained: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("DataLoader")])
+def test_a_loader_has_another_order_in_each_epoch(name: str, trained: Any) -> None:
+    for result in trained[0]:
+        seen = result[name][1]
+        assert seen[:8] != seen[8:16]
+
+
 SHARDED = replace(JOB, parallel=Parallel("fsdp", blocks="Linear"), snapshot=Snapshot(1))
 IN_SHARDS = [
     name
@@ -318,10 +345,13 @@ def test_the_stages_of_a_pipeline_read_the_same_stream(tmp_path: Path) -> None:
 READS_ALL = "each of 2 ranks reads all of it, and takes its part of each batch"
 READS_AGAIN = "a resumed run reads the epoch again up to its position"
 ANEW = "with another number of ranks the epoch starts again"
+GOES_THROUGH = "each rank goes through all of its data set (a DistributedSampler gives it its part)"
 SAID = {
     "iterable": [f"train=Shuffled: {READS_ALL}; {READS_AGAIN}"],
     "stateful iterable": [f"train=Placed: {READS_ALL}"],
     "DataLoader": [f"train=DataLoader: {ANEW}; {READS_AGAIN}"],
+    "DataLoader with a generator": [f"train=DataLoader: {ANEW}; {GOES_THROUGH}; {READS_AGAIN}"],
+    "DataLoader with a batch_sampler": [f"train=DataLoader: {ANEW}; {READS_AGAIN}"],
     "own loader": [f"train=OwnLoader: {ANEW}"],
     "StatefulDataLoader": [f"train=StatefulDataLoader: {ANEW}"],
     "StatefulDataLoader with workers": [f"train=StatefulDataLoader: {ANEW}"],
