@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -184,9 +185,14 @@ class BatchCopier:
     def copy_ahead(self, batch: Any) -> Any:
         """Return a batch on the device.
 
-        A GPU copies it in a separate stream, while it still computes the previous step.
+        A GPU copies it in a separate stream, while it still computes the previous step. Not so what
+        moves itself: its tensors, whose memory must not be reused too early, are not known.
         """
-        if self.stream is None or any(tensor.is_cuda for tensor in tensors_in(batch)):
+        if (
+            self.stream is None
+            or has_mover(batch)
+            or any(tensor.is_cuda for tensor in tensors_in(batch))
+        ):
             return self.copy(batch)
         with torch.cuda.stream(self.stream):
             copied = self.copy(batch)
@@ -204,5 +210,28 @@ class BatchCopier:
             memory_format = self.format if value.dim() == 4 else torch.preserve_format
             return value.to(self.device, non_blocking=True, memory_format=memory_format)
         if isinstance(value, Mapping):
-            return {key: self.copy(inner) for key, inner in value.items()}
-        return [self.copy(inner) for inner in value] if isinstance(value, list | tuple) else value
+            items = {key: self.copy(inner) for key, inner in value.items()}
+            if type(value) is dict or not isinstance(value, MutableMapping):
+                return items
+            mapping = copy.copy(value)
+            mapping.update(items)
+            return mapping
+        if hasattr(value, "to"):
+            value = copy.copy(value)  # some change themselves
+            try:
+                return value.to(self.device, non_blocking=True)
+            except TypeError:
+                return value.to(self.device)
+        if not isinstance(value, list | tuple):
+            return value
+        parts = [self.copy(inner) for inner in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else parts  # a NamedTuple
+
+
+def has_mover(value: Any) -> bool:
+    """Report whether a batch has an object with a method `to` of its own, such as a graph."""
+    if isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, Mapping):
+        return any(map(has_mover, value.values()))
+    return hasattr(value, "to") or (isinstance(value, list | tuple) and any(map(has_mover, value)))

@@ -1,15 +1,18 @@
-"""Whether nothing but the optimizer changes the state of a model, so that it may be copied late."""
+"""Whether nothing but the optimizer changes the state of a model, so that it may be copied late; and
+what becomes of a batch on its way to the device."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import UserDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from raydist.training.gpt import GPT
-from raydist.training.rank_model import StateWatch
+from raydist.training.rank_model import BatchCopier, StateWatch
 
 
 class Bounded(nn.Linear):
@@ -76,3 +79,45 @@ def test_a_state_that_more_than_the_optimizer_changes_is_not_copied_late(
 ) -> None:
     assert watched(model, given) == known
     assert watched(nn.Linear(4, 4), FOUR, device="cpu") == [False] * 4
+
+
+class Pair(NamedTuple):
+    """A batch whose parts have names."""
+
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """A batch whose columns are attributes, as those of transformers."""
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        return self.data[name]
+
+
+class Graph:
+    """A batch that moves itself, in place."""
+
+    def __init__(self) -> None:
+        self.nodes = torch.ones(2, 3)
+
+    def to(self, device: torch.device) -> Graph:
+        self.nodes = self.nodes.to(device, torch.float64)
+        return self
+
+
+def test_a_batch_keeps_its_type_on_the_way_to_the_device() -> None:
+    copied = BatchCopier(torch.device("cpu"), torch.channels_last).copy
+    image, label, graph = torch.ones(2, 3, 4, 4), torch.zeros(2), Graph()
+    pair = copied(Pair(image, label))
+    assert type(pair) is Pair
+    assert pair.image.is_contiguous(memory_format=torch.channels_last)
+    encoding = copied(Encoding({"pixels": image}))
+    assert type(encoding) is Encoding
+    assert encoding.pixels.is_contiguous(memory_format=torch.channels_last)
+    assert image.is_contiguous()
+    assert isinstance(copied(pack_sequence([torch.ones(3), torch.ones(2)])), PackedSequence)
+    moved = copied([graph])[0]
+    assert moved.nodes.dtype is torch.float64
+    assert graph.nodes.dtype is torch.float32
+    assert type(copied({"x": (image, label)})["x"]) is list
