@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Recording:
         with self._turn.own() as ours:
             if not ours:
                 return "the program's own profiler is active"
-            with torch_private.profile_all_threads():
+            with profile_rank():
                 pass
         return ""
 
@@ -146,7 +147,7 @@ class Recording:
             if not ours:
                 return "the program's own profiler is active"
             history = self._memory and torch_private.begin_memory_history()
-            with torch_private.profile_all_threads() as profiler:
+            with profile_rank() as profiler:
                 if self._seconds is not None:
                     self._marks = self._marks._replace(began_ns=time.time_ns())
                 self._began.set()
@@ -289,6 +290,16 @@ def reason_against(turn: ProfilerTurn, memory: bool) -> str:
     if on_gpu and (tool := next(filter(os.environ.get, NSIGHT), "")):
         return f"another tool profiles its GPU ({tool} is set)"
     return ""
+
+
+def profile_rank() -> AbstractContextManager[torch.profiler.profile]:
+    """Profile all threads of this process, and its GPU if it uses one, in this thread."""
+    device = context.rank().device
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # A new thread starts on GPU 0. The end of a profile waits for the GPU of its thread, and
+        # would create a context of 0.5 GB there.
+        torch.cuda.set_device(device)
+    return torch_private.profile_all_threads()
 
 
 def compress(path: str) -> None:

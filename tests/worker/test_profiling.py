@@ -1,0 +1,42 @@
+"""The thread that makes a profile of a rank."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raydist.worker import context, torch_private
+from raydist.worker.profiling import Recording
+from raydist.worker.torch_private import ProfilerTurn
+
+
+def test_a_profile_is_made_on_the_gpu_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each rank of a node had a context on GPU 0, too."""
+    used: list[Any] = []
+
+    def set_device(device: torch.device) -> None:
+        used.append((threading.current_thread().name, device))
+
+    gpu = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(context.Rank, "device", property(lambda rank: gpu))
+    monkeypatch.setattr(torch_private, "profile_all_threads", nullcontext)
+    me = context.Rank(rank=3, local_rank=3, world_size=4, run_dir=tmp_path)
+    context.enter(context.Context(rank=me, emit=lambda event: None, beat=lambda step, phase: None))
+    try:
+        told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        recording = Recording(tmp_path / "trace", "trace", False, ProfilerTurn(), told.put)
+        assert told.get(timeout=60) == ""
+        recording.drop()
+    finally:
+        context.enter(None)
+    assert used == [("raydist-profile", gpu)]
