@@ -155,14 +155,21 @@ class StateWatch:
         if not self._possible:
             yield
             return
-        versions = [each._version for each in self._parameters]
+        versions = self._versions()
         yield
         # As embeddings with max_norm do. A layer that changes its weights does so in each pass.
-        changed = versions != [each._version for each in self._parameters]
+        changed = versions != self._versions()
         if not self.changed_by_steps_only:
             self._possible = self._is_trained_only()
         self._possible = self._possible and not changed
         self.changed_by_steps_only = self._possible
+
+    def _versions(self) -> list[int]:
+        """Return how often each tensor was changed.
+
+        A snapshot has the buffers that `state_dict` leaves out, too.
+        """
+        return [each._version for each in (*self._parameters, *self._module.buffers())]
 
     def _is_trained_only(self) -> bool:
         """Report whether the state has nothing but parameters that the optimizer changes.

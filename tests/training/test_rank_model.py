@@ -37,6 +37,18 @@ class Counting(nn.Linear):
     def set_extra_state(self, state: Any) -> None: ...
 
 
+class Counted(nn.Linear):
+    """Counts its passes in a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
 def followed() -> nn.Module:
     """Return a model with a copy that follows it, without gradients."""
     teacher = nn.Linear(4, 4)
@@ -69,10 +81,11 @@ TOKENS = torch.zeros(2, 8, dtype=torch.int64)
         (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), FOUR, [False] * 4),
         (followed(), FOUR, [False] * 4),
         (Counting(4, 4), FOUR, [False] * 4),
+        (Counted(), FOUR, [False] * 4),
         (nn.Embedding(4, 4, max_norm=0.1), TOKENS, [False] * 4),
         (Bounded(4, 4), FOUR, [False, True, False, False]),
     ],
-    ids=["linear", "tied", "buffers", "frozen", "extra", "max_norm", "bounded"],
+    ids=["linear", "tied", "buffers", "frozen", "extra", "unsaved", "max_norm", "bounded"],
 )
 def test_a_state_that_more_than_the_optimizer_changes_is_not_copied_late(
     model: nn.Module, given: torch.Tensor, known: list[bool]
