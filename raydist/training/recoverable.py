@@ -31,7 +31,7 @@ from raydist.state.snapshot_layout import State
 from raydist.state.write import unloadable
 from raydist.training.checkpointer import SavedWhole, WholeCheckpointer
 from raydist.training.outlive import meet_again, no_common_state, used_before
-from raydist.training.snapshotter import Restored
+from raydist.training.snapshotter import Restored, load_buffers
 from raydist.worker import checkpoint, context, random_state
 from raydist.worker.backends.ddp import DDPComm
 from raydist.worker.in_place import NOT_INSIDE, InPlace
@@ -264,9 +264,7 @@ class Recoverable:
         own = found.mine if isinstance(found, Restored) else {}
         try:
             self._module.load_state_dict(found.state["model"])
-            for name, buffer in self._module.named_buffers():
-                if name in own.get("buffers", {}):
-                    buffer.copy_(own["buffers"][name])
+            load_buffers(self._module, own.get("buffers", {}))
             for name, part in self._parts.items():
                 # a copy, because optimizers go on with the tensors that they are given
                 state = own.get("parts", {}).get(name, found.state["parts"][name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +58,26 @@ class Restored:
         """Load the state after a rehearsal; return its loss."""
         rehearse()
         stepper.load(self.state, self.path)
-        for name, buffer in stepper.model.module.named_buffers():
-            buffer.copy_(self.mine["buffers"][name])
+        load_buffers(stepper.model.module, self.mine["buffers"])
         loss: torch.Tensor = self.mine["loss"]
         return loss.clone()  # a later step soon overwrites this memory
+
+
+def load_buffers(module: torch.nn.Module, kept: Mapping[str, torch.Tensor]) -> None:
+    """Load a rank's own buffers, also those that `state_dict` leaves out.
+
+    Such a buffer may have grown with the inputs, as a table of positions; or it may not have been
+    there yet.
+    """
+    for name, buffer in [*module.named_buffers()]:
+        if name not in kept:
+            continue
+        if buffer.shape == kept[name].shape:
+            buffer.copy_(kept[name])
+        else:
+            owner, _, own_name = name.rpartition(".")
+            grown = kept[name].to(buffer.device, copy=True)
+            setattr(module.get_submodule(owner), own_name, grown)
 
 
 class Offer(NamedTuple):

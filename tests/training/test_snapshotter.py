@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,6 +301,26 @@ def test_each_step_is_kept_if_that_takes_a_percent_of_it_at_most(
     shares: list[float], copies: list[float], steps: int
 ) -> None:
     assert spacing(shares, copies) == steps
+
+
+def test_a_buffer_that_has_grown_is_restored() -> None:
+    module = nn.Sequential(nn.Module(), nn.BatchNorm1d(2))
+    for name, size in (("table", 4), ("new", 3)):
+        module[0].register_buffer(name, torch.zeros(size), persistent=False)
+    table, mean = torch.arange(8.0), torch.full((2,), 5.0)
+    buffers = dict(module.named_buffers()) | {"0.table": table, "1.running_mean": mean}
+    del buffers["0.new"]
+    stepper: Any = SimpleNamespace(
+        model=SimpleNamespace(module=module), load=lambda state, path: None
+    )
+    own = {"buffers": buffers, "loss": torch.ones(())}
+    Restored(5, {}, own).restore(stepper, lambda: None)
+    table.zero_()  # a later step overwrites this memory
+    restored = dict(module.named_buffers())
+    assert restored["0.table"].tolist() == [*range(8)]
+    assert restored["0.new"].tolist() == [0, 0, 0]
+    assert torch.equal(restored["1.running_mean"], mean)
+    assert "0.table" not in module.state_dict()
 
 
 def scarce(last: int) -> Any:
