@@ -294,9 +294,9 @@ class AgentServer:
         self.selector.unregister(agent)
         self.leaving_agents.add(agent)
         self.held.leave(agent)
-        for pid, child in self.children.items():
-            if child.agent is agent and child.serial:
-                kill(pid, signal.SIGKILL)
+        for pid, child in [*self.children.items()]:
+            if child.agent is agent and child.serial and not kill(pid, signal.SIGKILL):
+                del self.children[pid]  # `sudo`: it ends when it likes, and nobody waits for it
 
     def fork_rank(self, spec: RankSpec, fds: list[int], agent: socket.socket) -> int:
         if len(fds) < 3:

@@ -23,16 +23,21 @@ SIGNAL_S = 0.2
 """Seconds that a rank's signal handler has to write its stack."""
 
 
-def kill(pid: int, number: int) -> None:
-    """Send a signal to a child.
+def kill(pid: int, number: int) -> bool:
+    """Send a signal to a child; return False if it belongs to another user, as `sudo` does.
 
     SIGKILL goes to the child's process group, or to the child alone if it has not made one yet.
     """
-    with contextlib.suppress(ProcessLookupError):
+    try:
         if number == signal.SIGKILL and os.getpgid(pid) == pid:
             os.killpg(pid, number)
         else:
             os.kill(pid, number)
+    except PermissionError:
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def wait_one() -> tuple[int, int] | None:
@@ -47,12 +52,12 @@ def wait_one() -> tuple[int, int] | None:
 def end_session(session: int) -> None:
     """SIGKILL the processes that a dead rank left, such as DataLoader workers.
 
-    This process, a subreaper, is now their parent.
+    This process, a subreaper, is now their parent. Those of another user stay.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid in children_of(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == session:
                 # Its group is of the same session: the job of a shell has its own children in it.
                 os.killpg(os.getpgid(pid), signal.SIGKILL)
@@ -61,7 +66,8 @@ def end_session(session: int) -> None:
 def end_children(within: float) -> bool:
     """SIGKILL all children, also those that a killed child leaves; return whether all have ended.
 
-    Orphans become children of this subreaper. `within`: seconds. The kernel may be unable to end a
+    Orphans become children of this subreaper. Those of another user do not count. `within`:
+    seconds. The kernel may be unable to end a
     child that waits for a dead file server or a lost GPU (state D).
     """
     until = time.monotonic() + within
@@ -74,11 +80,11 @@ def end_children(within: float) -> bool:
 
 
 def kill_children() -> bool:
-    """SIGKILL all children; return whether there were any that had not been waited for."""
-    children = children_of(os.getpid())
-    for pid in children:
-        kill(pid, signal.SIGKILL)
-    return bool(children)
+    """SIGKILL all children; return whether any got it that had not been waited for."""
+    signalled = False
+    for pid in children_of(os.getpid()):
+        signalled |= kill(pid, signal.SIGKILL)
+    return signalled
 
 
 def children_of(pid: int) -> list[int]:
@@ -131,8 +137,7 @@ def signal_process(process: ProcessId, number: int) -> None:
     A process that has been reaped gets none, and neither does a later one with its pid.
     """
     if process.since and process == identify(process.pid):
-        with contextlib.suppress(PermissionError):
-            kill(process.pid, number)
+        kill(process.pid, number)
 
 
 def holds_something(process: ProcessId) -> bool:

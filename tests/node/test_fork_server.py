@@ -31,6 +31,8 @@ from raydist.messages.server import (
     ImportModules,
     NewestState,
     OpenStore,
+    Ping,
+    Pong,
     ProgramSpec,
     RankSpec,
     ServerMessage,
@@ -63,6 +65,18 @@ server.WRITE_S = server.END_S = 0.2
 os.kill = os.killpg = lambda pid, number: None
 """
 """A module with which SIGKILL ends no child of the server, as in state D of the kernel."""
+FOREIGN = """
+import os
+kill, killpg = os.kill, os.killpg
+def permitted(function):
+    def signal(pid, number):
+        if os.path.exists({!r}):
+            raise PermissionError(1, "Operation not permitted")
+        function(pid, number)
+    return signal
+os.kill, os.killpg = permitted(os.kill), permitted(os.killpg)
+"""
+"""A module with which no process may be signalled once a file is there, as one of `sudo`."""
 
 
 class Node:
@@ -495,6 +509,35 @@ def test_a_process_that_the_kernel_cannot_end_holds_up_nobody(
     node.close()
     assert not node.folder.exists()
     assert ended(pid)
+
+
+def test_a_process_of_another_user_ends_neither_the_server_nor_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sudo` in a rank, or by `raydist exec`: it ended the server, and with it all ranks of the
+    node."""
+    foreign = tmp_path / "foreign"
+    (tmp_path / "raydist_foreign.py").write_text(FOREIGN.format(str(foreign)))
+    monkeypatch.syspath_prepend(tmp_path)
+    node = Node(tmp_path / "f", modules=("raydist_foreign", "raydist.worker.backends.ddp"))
+    line, other = node.dial(), node.dial()
+
+    def job() -> int:
+        left = subprocess.Popen(["sleep", "300"])
+        foreign.touch()
+        return left.pid
+
+    line.fork(job)
+    assert line.receive(Ended).code == 0
+    left = line.value()
+    command = other.fork(lambda: time.sleep(300), 1)
+    other.socket.shutdown(socket.SHUT_WR)
+    assert other.socket.recv(PACKET) == b""  # the agent of the command does not wait for its end
+    line.send(Ping())
+    line.receive(Pong)
+    node.close()
+    os.kill(left, signal.SIGKILL)
+    assert ended(command)
 
 
 def save_in_a_rank(line: Any, folder: Path) -> None:
