@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from raydist.settings.lookup import find_module, missing_path, python_file
+from raydist.settings.secrets import masked
 from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.home import expand_home
 
@@ -145,9 +146,9 @@ def check_args(target: str, signature: ast.arguments, args: Mapping[str, object]
         if name not in known and signature.kwarg is None:
             guess = nearest(name, known, "job.args.")
             cause = f"job={target} has no argument {name}"
-            raise ConfigError.of(
-                f"job.args.{name}", value, cause, guess=guess and f"{guess}={value}", known=known
-            )
+            key = f"job.args.{name}"
+            shown = masked(value, key)
+            raise ConfigError.of(key, shown, cause, guess=guess and f"{guess}={shown}", known=known)
     optional = {arg.arg for arg in signature.args[len(signature.args) - len(signature.defaults) :]}
     optional |= {
         arg.arg

@@ -184,6 +184,20 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
         assert "73313371" not in text
 
 
+def test_no_refusal_shows_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a reference to a variable stands for was shown."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEY", "hush")
+    (tmp_path / "mine.py").write_text("def job(config, apikey, steps=1): ...\n")
+    for value in ("${oc.env:KEY}", "hush"):
+        assert train.main(["job=mine.py", f"job.args.api_key='{value}'"]) == 2
+        error = capsys.readouterr().err
+        assert "did you mean job.args.apikey=***?" in error
+        assert "hush" not in error
+
+
 def test_choices_that_are_secrets_stay_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
