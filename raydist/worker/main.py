@@ -295,15 +295,24 @@ def call_job(spec: RankSpec, job: config.Job) -> Any:
 
 
 def write_pickle(path: str, value: Any) -> None:
-    """Write a pickled value to a file for the agent; warn if the value can't be pickled."""
+    """Write a pickled value to a file for the agent, whole or not at all; warn if it can't be."""
     import cloudpickle
 
     if value is None:
         return
     try:
-        Path(path).write_bytes(cloudpickle.dumps(value))
+        packed = cloudpickle.dumps(value)
     except Exception as error:
         context.warn(f"a {type(value).__name__} can't be pickled for the driver: {error}")
+        return
+    part = Path(f"{path}.part")
+    try:
+        part.write_bytes(packed)
+        os.replace(part, path)
+    except OSError as error:  # the disk is full
+        with contextlib.suppress(OSError):
+            part.unlink()
+        context.warn(f"a {type(value).__name__} can't be written for the driver: {error}")
 
 
 def end_process(code: int, whole: bool = False) -> NoReturn:

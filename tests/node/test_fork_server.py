@@ -258,6 +258,23 @@ def test_atexit_of_the_job_runs_and_that_of_the_server_does_not_break_it(warm: N
     assert line.log().endswith("at exit\n")
 
 
+def test_a_value_for_which_the_disk_has_no_space_is_not_there(warm: Node) -> None:
+    """A part of it stayed, and the driver of a run whose ranks had all finished failed."""
+
+    def job() -> bytes:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16,) * 2)
+        return bytes(1 << 20)
+
+    line = warm.dial()
+    line.fork(job, rank=9)
+    assert line.receive(Ended).code == 0
+    written = {file.suffix for file in line.folder.glob("rank-9.value*")}
+    assert written == {".end", ".stacks"}
+    assert b"a bytes can't be written for the driver: " in line.events.recv(PACKET)
+
+
 def test_children_of_a_dead_rank_end_with_it(warm: Node) -> None:
     def job() -> None:
         subprocess.Popen(["sleep", "300"])
