@@ -33,6 +33,7 @@ from raydist.messages.server import (
 )
 from raydist.messages.wire import PACKET, Message, decode, encode, numbered, split_number
 from raydist.node.processes import holds_something, signal_process
+from raydist.shared.own_path import own_folder
 
 Kind = TypeVar("Kind")
 PING_S = 2.0
@@ -79,13 +80,16 @@ class ForkClient:
         """Connect to the server of `folder`, and wait until it listens.
 
         A server that has not started yet has no folder; one that imports modules may have a full
-        queue. Raises OSError if the server has died, or is not there after CONNECT_S.
+        queue. Raises OSError if the server has died, is not there after CONNECT_S, or if another
+        user can reach the folder.
         """
         began = refused_since = time.monotonic()
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.setblocking(False)
             try:
+                if not own_folder(folder, make=False):
+                    raise PermissionError(f"another user may have made {folder}")
                 sock.connect(str(folder / "fork"))
                 return cls(folder, sock)
             except OSError as error:

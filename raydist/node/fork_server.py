@@ -45,6 +45,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from raydist.messages.server import BeginRun, Busy, Claim, Claimed, ImportModules, Pong, Warm
 from raydist.messages.wire import Message
@@ -52,6 +53,7 @@ from raydist.node import fork_launcher
 from raydist.node.agent_server import AgentServer, send_message
 from raydist.node.left_folders import lock_folder
 from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
+from raydist.shared.own_path import own_folder
 
 PR_SET_CHILD_SUBREAPER = 36
 CLAIMED_S = 300.0
@@ -144,11 +146,14 @@ class Server(AgentServer):
         """Create the folder of a run's agents, where all of them find this server.
 
         The folder is removed when the claim ends. The server creates it: another process could be
-        killed before it reports the folder to the server, and nobody would remove it.
+        killed before it reports the folder to the server, and nobody would remove it. OSError:
+        another user may have created it, who could read the name of the run on another node.
         """
+        is_new = not os.path.exists(run.folder)  # a server of this run only already owns it
+        if not own_folder(Path(run.folder)):
+            raise OSError(f"another user may have made {run.folder}")
         self.run_folders.append(run.folder)
-        if not os.path.isdir(run.folder):  # a server of this run only already owns it
-            os.mkdir(run.folder, 0o700)
+        if is_new:
             for name in ("server.log", "fork"):
                 os.symlink(os.path.join(self.folder, name), os.path.join(run.folder, name))
             self.locks += lock_folder(run.folder)

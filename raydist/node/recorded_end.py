@@ -19,12 +19,25 @@ from raydist.messages.server import GetNewestState, NewestState
 from raydist.node import kept_server
 from raydist.node.fork_launcher import node_folder
 from raydist.node.processes import recorded_error
+from raydist.shared.own_path import own_folder
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 
 
 def run_folder_here(run: str, node_id: str) -> Path:
     """Return the folder of a run's agents on this node."""
     return node_folder(f"raydist-{os.getuid()}-{run}-{node_id[-8:]}")
+
+
+def known_run_folder(run: str, node_id: str) -> Path | None:
+    """Return the folder of a run's agents on this node.
+
+    None if it is not there, or if another user may have made it.
+    """
+    folder = run_folder_here(run, node_id)
+    with contextlib.suppress(OSError):
+        if own_folder(folder, make=False):
+            return folder
+    return None
 
 
 def record_end(value: str, code: int, signal: int, beat: int) -> None:
@@ -44,7 +57,10 @@ def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
 
     None if it runs, or nothing is known.
     """
-    base = run_folder_here(run, node_id) / f"rank-{rank}"
+    folder = known_run_folder(run, node_id)
+    if folder is None:
+        return None
+    base = folder / f"rank-{rank}"
     try:
         code, signal, at, step, phase = json.loads(Path(f"{base}.value.end").read_text())
     except (OSError, ValueError):
@@ -69,6 +85,8 @@ def newest_state(run: str, node_id: str) -> int | None:
 
     None if the server does not answer.
     """
-    folder = run_folder_here(run, node_id)
+    folder = known_run_folder(run, node_id)
+    if folder is None:
+        return None
     reply = kept_server.ask(folder, GetNewestState(str(folder)))
     return reply.step if isinstance(reply, NewestState) else None

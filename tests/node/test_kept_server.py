@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -19,7 +20,8 @@ import pytest
 from raydist.messages.agent import Open, WarmServer
 from raydist.messages.server import BeginRun, Busy, Claim, ImportModules, Pong, Warm
 from raydist.messages.wire import PACKET, decode, encode
-from raydist.node import kept_server, left_folders
+from raydist.node import kept_server, left_folders, recorded_end
+from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage
 from raydist.node.kept_server import KeptServer
 from raydist.shared.errors import ConfigError, LaunchError
@@ -546,6 +548,23 @@ def test_a_folder_that_others_can_reach_is_not_used(place: Path) -> None:
     path.symlink_to(place / "elsewhere")
     assert kept_server.servers_folder() is None
     assert kept_server.obtain(1, {}, 60) is None
+
+
+def test_a_run_uses_no_folder_that_another_user_may_have_made(place: Path) -> None:
+    """Its name can be read on another node: the ranks ran the pickled function that lay there."""
+    run = recorded_end.run_folder_here("r", "node")
+    run.mkdir(mode=0o700)
+    (run / "rank-0.value.end").write_text("[0, 0, 1.0, 1, 0]")
+    server = obtain()
+    begin = BeginRun(str(run), 60), ImportModules(())
+    assert recorded_end.read_end("r", "node", 0) is not None
+    run.chmod(0o777)
+    assert kept_server.ask(server.folder, *begin) is None
+    assert recorded_end.read_end("r", "node", 0) is None
+    with pytest.raises(OSError, match="another user may have made"):
+        asyncio.run(ForkClient.connect(run))
+    server.end()
+    assert run.exists()
 
 
 def test_an_agent_uses_the_drivers_server_only_if_a_rank_would_inherit_the_same(
