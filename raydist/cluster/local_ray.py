@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 from raydist.shared.errors import LaunchError
-from raydist.shared.own_path import own_folder
+from raydist.shared.own_path import of_others, own_folder
 
 LONGEST = 107 - len("/ray/session_2026-11-24_23-53-23_123456_1234567/sockets/plasma_store")
 """Maximum length in bytes of the path of Ray's folder.
@@ -109,7 +110,22 @@ def noted_address() -> str | None:
     for folder in dict.fromkeys(
         (outer_folder(), folder_of_user(outer_folder()), folder_of_user(Path("/tmp")))
     ):
-        with contextlib.suppress(OSError), (folder / "ray" / "ray_current_cluster").open() as file:
-            if os.fstat(file.fileno()).st_uid in (0, os.getuid()):
-                return file.read().strip() or None
+        with contextlib.suppress(OSError):
+            if address := read_address(folder / "ray" / "ray_current_cluster"):
+                return address
     return None
+
+
+def read_address(path: Path) -> str:
+    """Return the address in a file of this user or root, or "" if another user may have made it.
+
+    A link could lead to a file of root with a text of another user, such as /proc/PID/comm, and
+    reading a FIFO would block. OSError: there is no such file.
+    """
+    if of_others(path):
+        return ""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor) as file:
+        found = os.fstat(descriptor)
+        own = stat.S_ISREG(found.st_mode) and found.st_uid in (0, os.getuid())
+        return file.read().strip() if own else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,13 +86,31 @@ def test_a_ray_that_was_started_here_is_found(base: Path) -> None:
 
 @requires_root
 @pytest.mark.root
-def test_the_ray_of_another_account_is_not_joined_by_itself(base: Path) -> None:
+@pytest.mark.parametrize("theirs", ["ray/ray_current_cluster", "ray"])
+def test_the_ray_of_another_account_is_not_joined_by_itself(base: Path, theirs: str) -> None:
     """It would get this user's token, and what it returns is unpickled here."""
     note = base / "ray" / "ray_current_cluster"
     note.parent.mkdir()
     note.write_text("127.0.0.1:6379\n")
-    os.chown(note, OTHER, OTHER)
+    os.chown(base / theirs, OTHER, OTHER)
     assert local_ray.noted_address() is None
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_note_of_a_ray_that_is_no_file_is_not_read(base: Path, kind: str) -> None:
+    """Another account linked it to the name of a process of root; a FIFO blocked every command."""
+    note = base / "ray" / "ray_current_cluster"
+    note.parent.mkdir()
+    if kind == "link":
+        (base / "comm").write_text("127.0.0.1:6666\n")
+        note.symlink_to(base / "comm")
+    else:
+        os.mkfifo(note)
+    found: list[str | None] = []
+    reading = threading.Thread(target=lambda: found.append(local_ray.noted_address()), daemon=True)
+    reading.start()
+    reading.join(30)
+    assert found == [None]
 
 
 # The job looks with the eyes of another account at all that Ray has made. With Ray's own folders
