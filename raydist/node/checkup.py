@@ -104,7 +104,12 @@ class Checkup:
         }
         command = [sys.executable, "-m", "raydist.node.dryrun", *request.names]
         done = await asyncio.to_thread(
-            subprocess.run, command, env=env, capture_output=True, text=True
+            subprocess.run,
+            command,
+            env=env,
+            cwd="/",  # -m imports from the current folder first, which may be /tmp
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[
@@ -158,6 +163,7 @@ def lookup_time(address: str, env: Mapping[str, str]) -> float:
         done = subprocess.run(
             command,
             env=environ,
+            cwd="/",  # -c imports from the current folder first, which may be /tmp
             stdout=subprocess.PIPE,
             text=True,
             timeout=LOOKUP_LIMIT_S,

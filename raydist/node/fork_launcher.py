@@ -86,11 +86,10 @@ class ForkServer:
             **os.environ,
             **(env or {}),
             "PYTHONPATH": os.pathsep.join(
-                filter(None, sys.path) if keep == "0" else own_search_path()
+                current_search_path() if keep == "0" else own_search_path()
             ),
         }
-        cwd = None if keep == "0" else "/"  # a kept server has no module of the current folder
-        failure = run_detached(command, folder / "server.log", env, cwd, descriptors)
+        failure = run_detached(command, folder / "server.log", env, descriptors)
         server_end.close()
         listener.close()
         if failure:
@@ -135,17 +134,19 @@ def run_detached(
     command: Sequence[str],
     log: Path,
     env: Mapping[str, str],
-    cwd: str | None,
     descriptors: Sequence[int],
 ) -> str:
-    """Run a command that detaches itself, with its output in a log; return its error, or ""."""
+    """Run a command that detaches itself, with its output in a log; return its error, or "".
+
+    It runs in /, because `python -m` imports from the current folder first, which may be /tmp.
+    """
     with open(log, "wb") as output:
         try:
             subprocess.run(
                 command,
                 pass_fds=descriptors,
                 env=env,
-                cwd=cwd,
+                cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -168,6 +169,19 @@ def node_folder(name: str, room: int = 18) -> Path:
     """
     path = Path(tempfile.gettempdir()) / name
     return path if len(os.fsencode(path)) + room <= SOCKET_PATH else Path("/tmp") / name
+
+
+def current_search_path() -> list[str]:
+    """Return where the server of one run finds modules: in the folders of this process.
+
+    The current folder is one of them, unless other users may have put modules there.
+    """
+    entries = [each for each in sys.path if each]
+    with contextlib.suppress(OSError):  # it has been removed
+        here = Path.cwd()
+        if not others_may_add(here):
+            entries.insert(0, str(here))
+    return entries
 
 
 def own_search_path() -> list[str]:

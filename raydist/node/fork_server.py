@@ -227,7 +227,7 @@ def main(
         # and their children.
         os._exit(0)
     os.setsid()
-    if keep != "0" and sys.path[0] == os.getcwd():  # "/", where it was launched
+    if sys.path[0] == os.getcwd():  # "/", where it was launched
         del sys.path[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     # A Ray worker has SIGINT blocked, and the ranks and commands would inherit that.

@@ -40,6 +40,7 @@ async def _check_url(url: str, env: Mapping[str, str]) -> str:
         "raydist.state.object_store",
         url,
         env=own_env,
+        cwd="/",  # -m imports from the current folder first, which may be /tmp
         stdout=pipe,
         stderr=pipe,
     )

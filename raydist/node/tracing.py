@@ -55,7 +55,9 @@ def find_py_spy() -> str | None:
 def _refused() -> bool:
     """Return whether the filter refuses what py-spy does; in a child, which it may kill."""
     command = [sys.executable, "-S", "-c", TRIAL]
-    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode != 0
+    # -c imports from the current folder first, which may be /tmp.
+    done = subprocess.run(command, cwd="/", stderr=subprocess.DEVNULL, check=False)
+    return done.returncode != 0
 
 
 def _field(status: str, name: str) -> str:

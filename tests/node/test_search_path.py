@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tempfile
@@ -10,15 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from raydist.messages.agent import StartRank
+from raydist.messages.agent import FindUnreachablePaths, StartRank
+from raydist.messages.checkup import TryLibraries
 from raydist.messages.server import RankSpec
-from raydist.node.fork_launcher import safe_search_path
+from raydist.node.checkup import LOOKUP_LIMIT_S, Checkup, lookup_time
+from raydist.node.fork_launcher import ForkServer, safe_search_path
+from raydist.node.path_check import find_unreachable_paths
 from raydist.node.rank_spec import FromMpirun, complete_spec
 from raydist.settings.config import Job, as_dict
 from raydist.shared.arguments import seen_from
 from raydist.shared.errors import ConfigError
 from raydist.shared.own_path import machine_id, of_others
 from tests.rig import requires_root
+from tests.waiting import wait_until
 
 OTHER = 65534
 """The uid of another account."""
@@ -148,6 +153,34 @@ def test_a_job_beside_which_anybody_may_put_modules_is_refused(
     assert spec(scratch, target="package.module:train").sys_path[:1] != (str(scratch),)
     assert spec(tmp_path, script=str(run)).script == str(run)  # it imports nothing
     assert spec(scratch, script=str(train), driver=machine_id()).sys_path[0] == str(scratch)
+
+
+def test_no_process_of_a_node_imports_from_a_folder_that_is_open_to_all(
+    scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's workers are in the folder of `ray start`, such as /tmp: `python -m` began there."""
+    ran = tmp_path / "ran"
+    (scratch / "raydist").mkdir()
+    (scratch / "raydist" / "__init__.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    (scratch / "socket.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.chdir(scratch)
+    find = FindUnreachablePaths({"storage": "s4://bucket/x"}, {})
+    missing = asyncio.run(find_unreachable_paths(find))
+    assert "runs cannot be stored at s4://" in missing["storage"]
+    assert asyncio.run(Checkup().handle(TryLibraries((), {}))) == {}
+    assert lookup_time("127.0.0.1", {}) < LOOKUP_LIMIT_S
+    ForkServer.launch(tmp_path / "f", "fork", 1).end()
+    assert not ran.exists()
+
+
+def test_the_server_of_a_run_imports_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text("open(__file__ + '.ran', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    server = ForkServer.launch(tmp_path / "f", "fork", 1, modules=("beside",))
+    wait_until((tmp_path / "beside.py.ran").exists)
+    server.end()
 
 
 def test_a_file_that_anybody_could_put_there_is_not_waited_for(

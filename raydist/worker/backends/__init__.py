@@ -125,12 +125,11 @@ def torch_has(name: str) -> bool:
     Another process checks that, because the driver never imports torch.
     """
     code = f"import torch.distributed as d; raise SystemExit(not d.is_{name}_available())"
-    return (
-        subprocess.run(
-            [sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL
-        ).returncode
-        == 0
+    # -c imports from the current folder first, which may be /tmp.
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", stderr=subprocess.DEVNULL, check=False
     )
+    return done.returncode == 0
 
 
 @contextmanager
