@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from raydist.shared.own_path import boot_id
+from raydist.shared.own_path import boot_id, own_folder
 
 AGE_S = 3600.0
 """Minimum age, by its time stamp, of a folder that may have been left behind: a new server has no
@@ -47,14 +47,22 @@ def lock_folder(folder: str) -> list[int]:
 
 def remove_left_folders() -> None:
     """Remove the folders of this user's dead servers, and of their runs."""
-    place, pattern = Path(tempfile.gettempdir()), f"raydist-{os.getuid()}-*"
-    for folder in (*place.glob(f"{pattern}-warm/*"), *place.glob(pattern)):
-        with contextlib.suppress(OSError):  # it has just gone, or belongs to another user
-            if folder.name.endswith("-warm"):
+    for folder in Path(tempfile.gettempdir()).glob(f"raydist-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):  # it has just gone
+            if not folder.name.endswith("-warm"):
+                remove_left(folder)
+            elif own_folder(folder, make=False):  # no link of another user to other folders
+                for server in folder.iterdir():
+                    remove_left(server)
                 if is_old(folder):
                     folder.rmdir()  # fails if it contains servers
-            elif is_left(folder):
-                shutil.rmtree(folder)
+
+
+def remove_left(folder: Path) -> None:
+    """Remove the folder of a server or a run if its server has died."""
+    with contextlib.suppress(OSError):  # it has just gone, or belongs to another user
+        if is_left(folder):
+            shutil.rmtree(folder)
 
 
 def is_left(folder: Path) -> bool:

@@ -417,6 +417,16 @@ def test_folders_of_servers_that_died_with_their_agents_are_removed(place: Path)
     living.end()
 
 
+def test_folders_to_which_another_user_has_made_a_link_stay(place: Path) -> None:
+    mine = place / "apps" / "mine"
+    mine.mkdir(parents=True)
+    (mine / "server.log").touch()
+    os.utime(mine, (time.time() - 7200,) * 2)
+    (place / f"raydist-{os.getuid()}-x-warm").symlink_to(mine.parent)
+    left_folders.remove_left_folders()
+    assert mine.exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "boot", "stays"),
     [
