@@ -149,6 +149,22 @@ def holds_something(process: ProcessId) -> bool:
     return threads > 1 or state not in "ZX"
 
 
+def session_members(rank: ProcessId) -> list[ProcessId]:
+    """Return a rank and the processes that it or they started, except in sessions of their own.
+
+    The kernel gives its pid to no other process while they live; if another one has it, there are
+    none.
+    """
+    if not rank.since or identify(rank.pid).since not in (0, rank.since):
+        return []
+    members = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(name)) == rank.pid:
+                members.append(identify(int(name)))
+    return members
+
+
 async def end_all_of(processes: Iterable[ProcessId], within_s: float) -> ProcessId | None:
     """SIGKILL processes, which need not be children, and wait until they hold nothing any more.
 

@@ -38,6 +38,7 @@ from raydist.node.processes import (
     main_stack,
     main_thread_cpu,
     process_state,
+    session_members,
 )
 from raydist.node.rank_channel import RankChannel
 from raydist.node.rank_reports import RankReports
@@ -404,6 +405,8 @@ class RankProcess:
             await asyncio.wait({ended}, timeout=1.0)
             if not ended.done() and self._server.quiet() > SERVER_S:
                 self._server.end_server()
+        if ended.result().lost:  # its server has died, which would end what the rank has started
+            await end_all_of(session_members(self.id), STOP_S)
         end = self._with_causes(RankEnd(**vars(ended.result())))
         self.end = replace(end, gpu_report=await self._report_gpu(end))
         self.reports.xids.close()
@@ -443,12 +446,13 @@ class RankProcess:
 
 
 async def end_earlier(processes: Sequence[ProcessId]) -> None:
-    """Wait for the end of the processes of an agent that was lost on this node.
+    """Wait for the end of the ranks of an agent that was lost on this node, and of their children.
 
-    Their fork server kills them, too, but only once it notices that the agent is gone. Raises
-    LaunchError if one can't be killed.
+    Their fork server kills them, too, but only once it notices that the agent is gone, and it may
+    have died. Raises LaunchError if one can't be killed.
     """
-    if left := await end_all_of(processes, DYING_S):
+    members = [member for rank in processes for member in session_members(rank)]
+    if left := await end_all_of((*processes, *members), DYING_S):
         raise LaunchError(unkillable(left.pid))
 
 

@@ -828,13 +828,33 @@ def test_an_unknown_request_is_refused(node: Node, agent: RankAgent) -> None:
         node.run(agent.handle(Request[None]()))
 
 
-def test_a_program_is_lost_with_its_fork_server() -> None:
+def test_the_children_of_a_rank_that_has_died_end_before_the_next_one_starts(
+    node: Node, agent: RankAgent
+) -> None:
+    """That of a wrapper script kept the GPU if the fork server had died, too."""
+    script = "sleep 300 >/dev/null 2>&1 & echo $!; read -r _"
+    with subprocess.Popen(["sh", "-c", script], stdin=-1, stdout=-1, start_new_session=True) as sh:
+        assert sh.stdin is not None
+        assert sh.stdout is not None
+        child, rank = int(sh.stdout.readline()), processes.identify(sh.pid)
+        sh.communicate(b"end\n")
+    assert alive(child)
+    start_after(node, agent, rank)
+    assert ended(child)
+
+
+def test_a_program_is_lost_with_its_fork_server(tmp_path: Path) -> None:
+    """And so is the child of a wrapper script: it kept the GPU."""
+    child = tmp_path / "child"
+    wrapper = program_request("sh", "-c", f"sleep 300 & echo $! >{child}; wait")
+
     async def lose() -> tuple[int, RankEnd | None, bool]:
         agent = RankAgent()
         await agent.handle(open_request(os.urandom(4).hex()))
         try:
-            pid, _ = await agent.handle(program_request("sleep", "300"))
+            pid, _ = await agent.handle(wrapper)
             await follow(agent, until="joined")
+            await asyncio.to_thread(wait_until, lambda: child.exists() and child.read_text())
             server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(server, signal.SIGKILL)
             end = (await follow(agent)).end
@@ -848,6 +868,7 @@ def test_a_program_is_lost_with_its_fork_server() -> None:
     assert end.lost != ""
     assert not is_open
     assert ended(pid)
+    assert ended(int(child.read_text()))
 
 
 @pytest.mark.parametrize(
