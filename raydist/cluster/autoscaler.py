@@ -5,7 +5,9 @@ The file is on the head node.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,8 @@ def read_config(gcs: str) -> dict[str, Any] | None:
 
     `gcs`: the address of its cluster.
 
-    Empty if the autoscaler has no config file; None if it does not run on this machine.
+    Empty if the autoscaler has no config file; None if it does not run on this machine as this
+    user.
     """
     for arguments in command_lines():
         if (
@@ -109,9 +112,11 @@ def read_cluster_yaml(path: Path) -> dict[str, Any] | None:
 
 
 def command_lines() -> Iterator[list[str]]:
-    """Yield the command line of every process that this process may read."""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            yield entry.read_text(errors="replace").split("\0")
-        except OSError:
-            continue
+    """Yield the command line of every process of this user.
+
+    Any user can start a process with the command line of an autoscaler, also one of root.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if process.stat().st_uid == os.getuid():
+                yield (process / "cmdline").read_text(errors="replace").split("\0")
