@@ -74,8 +74,11 @@ class ForkServer:
         remove_left_folders()
         folder.mkdir(mode=0o700)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(folder / "fork"))
+        # Only a socket that listens is called `fork`: a connection that is refused shows that the
+        # server has died, and its folder is removed.
+        listener.bind(str(folder / "fork.new"))
         listener.listen(1024)
+        os.rename(folder / "fork.new", folder / "fork")
         lifeline, server_end = socket.socketpair()
         descriptors = (listener.fileno(), server_end.fileno())
         args = [*map(str, descriptors), start, f"{idle_s or 0:g}", keep]

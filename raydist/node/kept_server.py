@@ -180,7 +180,7 @@ def servers_path() -> Path:
     machines.
     """
     name = f"raydist-{os.getuid()}-{boot_id()[:8]}-warm"
-    return node_folder(name, room=len("/123456789012-123456/fork"))
+    return node_folder(name, room=len("/123456789012-123456/fork.new"))
 
 
 def claim(folder: Path) -> ForkServer | None:

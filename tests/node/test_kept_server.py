@@ -371,7 +371,7 @@ def test_the_path_of_a_socket_is_never_too_long(monkeypatch: pytest.MonkeyPatch)
     paths = []
     for length in range(40, 107):
         monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * length)
-        paths.append(kept_server.servers_path() / f"{name}-123456" / "fork")
+        paths.append(kept_server.servers_path() / f"{name}-123456" / "fork.new")
     assert max(len(str(path)) for path in paths) <= 107  # unix(7)
 
 
@@ -477,6 +477,23 @@ def test_the_folder_of_a_server_that_was_killed_is_removed() -> None:
     assert not server.alive()
     obtain().end()
     assert not server.folder.exists()
+
+
+def test_a_server_that_has_just_been_bound_is_not_taken_for_dead(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that started at the same time removed its folder: five minutes, then an error."""
+
+    class Listener(socket.socket):
+        def listen(self, *backlog: int) -> None:
+            assert kept_server.ask(place / "f", Claim()) is None
+            super().listen(*backlog)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Listener)
+        server = ForkServer.launch(place / "f", "fork", 1)
+    assert (place / "f" / "fork").exists()
+    server.end()
 
 
 def test_end_spares_one_that_is_in_use() -> None:
