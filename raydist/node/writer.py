@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 from collections.abc import Callable, Coroutine
@@ -13,8 +12,11 @@ from raydist.messages.server import WriteCheckpoint
 from raydist.messages.wire import PACKET, TAG, Message, decode, from_json
 from raydist.messages.writer import ShardsReply, ShardsRequest, WriterFailed
 from raydist.node.fork_client import ForkClient
+from raydist.shared import kinds
 from raydist.shared.kinds import EventJson
 
+MAX_LINE = 1 << 26
+"""Maximum bytes of a message."""
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
@@ -114,15 +116,32 @@ async def read_messages(
 ) -> None:
     """Read lines until the other end closes: events, and messages of the protocol.
 
-    `opened`: receives the stream for messages in the other direction.
+    A line that is too long, or that can't be handled, becomes a warning. `opened`: receives the
+    stream for messages in the other direction.
     """
-    reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 26)
+    reader, writer = await asyncio.open_connection(sock=sock, limit=MAX_LINE)
     opened(writer)
-    with contextlib.suppress(OSError, ValueError):
-        while line := await reader.readline():
+
+    def note_loss(error: Exception) -> None:
+        text = f"a message of a rank or a writer was lost: {type(error).__name__}: {error}"
+        add_event(kinds.Warning(text=text).to_json())
+
+    while True:
+        try:
+            line = await reader.readline()
+        except OSError:
+            break
+        except ValueError as error:  # it is too long; what is left of it is no message
+            note_loss(error)
+            continue
+        if not line.endswith(b"\n"):  # the other end has closed, perhaps within a message
+            break
+        try:
             received = json.loads(line)
             if TAG in received:
                 take(from_json(received))
             else:
                 add_event(received)
+        except Exception as error:  # the next messages must not be lost, too
+            note_loss(error)
     writer.close()

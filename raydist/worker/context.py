@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from raydist.state.snapshot import SnapshotBuffer
     from raydist.worker.in_place import InPlace
 
+MAX_TEXT = 100_000
+"""Maximum characters of the message and of the traceback of an exception in an event."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -391,13 +394,24 @@ class ExceptionFacts(TypedDict):
 
 
 def exception_facts(error: BaseException) -> ExceptionFacts:
-    """Return the facts of the event `raised`."""
+    """Return the facts of the event `raised`; of long texts, the beginning and the end."""
     return {
         "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": shorten(str(error)),
+        "traceback": shorten("".join(traceback.format_exception(error))),
         "step": current().step,
     }
+
+
+def shorten(text: str) -> str:
+    """Return a text of about MAX_TEXT characters at most: the beginning and the end of this one.
+
+    Each event is one message to the agent, and a line of events.jsonl.
+    """
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
 
 
 def emit_event(event: kinds.OfRank) -> None:

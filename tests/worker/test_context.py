@@ -31,6 +31,16 @@ def events() -> Iterator[Seen]:
     context.enter(None)
 
 
+def test_of_a_long_exception_the_beginning_and_the_end_are_told(events: Seen) -> None:
+    """One of 32 MB ended the connection to the agent: a failure without a type or a message."""
+    facts = context.exception_facts(ValueError("first" + "x" * (1 << 20) + "last"))
+    for text in (facts["message"], facts["traceback"]):
+        assert len(text) < context.MAX_TEXT + 100
+        assert text.rstrip().endswith("last")
+    assert facts["message"].startswith("first")
+    assert context.exception_facts(ValueError("short"))["message"] == "short"
+
+
 def test_a_rank_is_read_from_torchruns_variables() -> None:
     env = {
         "RANK": "5",
