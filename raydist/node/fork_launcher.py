@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,20 @@ STATUS = (
 """Lines of /proc/self/status that a child inherits."""
 RAISED = (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
 """The limits that a fork server raises as far as it may."""
+_lifelines: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _close_lifelines() -> None:
+    """Close the lifelines in a child that the driver's program has forked.
+
+    The child may outlive the driver, whose ranks would train on.
+    """
+    for lifeline in [*_lifelines]:
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_lifelines)
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,9 @@ class ForkServer:
 
     folder: Path
     lifeline: socket.socket
+
+    def __post_init__(self) -> None:
+        _lifelines.add(self.lifeline)
 
     @classmethod
     def launch(

@@ -43,6 +43,12 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
     print(sock.recv(99), flush=True)
 time.sleep(300)
 """
+FORKS = """
+import os
+
+if os.fork():
+    os.kill(os.getpid(), 9)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +139,22 @@ def test_one_to_be_kept_for_a_moment_waits_for_the_agents_of_its_owner(place: Pa
     assert server.alive()
     server.end()
     assert ended(pid)
+
+
+def test_it_notices_the_end_of_an_owner_whose_child_lives(place: Path) -> None:
+    """The child of a driver's program held the server, and its ranks trained on."""
+    program = OWNER.replace("time.sleep", f"{FORKS}time.sleep")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(place)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        assert owner.wait() == -signal.SIGKILL
+        wait_until(waits)
+    finally:
+        os.killpg(owner.pid, signal.SIGKILL)  # the child
 
 
 def test_it_outlives_an_owner_that_is_killed(place: Path) -> None:
