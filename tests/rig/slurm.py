@@ -149,7 +149,7 @@ class Slurm:
         """Wait until a job is in one of these states; fail if it ends in another."""
 
         def reached() -> bool:
-            time.sleep(0.3)  # a question costs CPU time, and the job needs it
+            time.sleep(1)  # a question costs CPU time, and the job needs it
             state = self.show(job)["JobState"]
             assert state in states or state not in ENDED, f"{state}:\n{self.output(job)}"
             return state in states

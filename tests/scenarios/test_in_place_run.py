@@ -99,23 +99,28 @@ def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ..
     replaced_alone(done, [{1}, {1}, {0}, {2, 3}, {0}])
 
 
-def compiling(config: Any, struck: tuple[Fault, ...]) -> tuple[dict[str, Any], int]:
+def compiling(config: Any, struck: tuple[Fault, ...], backend: str) -> tuple[dict[str, Any], int]:
     """Train a compiled model; return the result, and how many functions this process compiled."""
     from torch._dynamo.utils import counters
 
-    return faults.compiled(config, struck), counters["frames"]["ok"]
+    return faults.compiled(config, struck, backend), counters["frames"]["ok"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it compiles in two runs
 @pytest.mark.parametrize(
-    "more", ["train.compile=blocks", "train.compile=true", "train.compile=true parallel=fsdp"]
+    ("more", "backend"),
+    [
+        ("train.compile=blocks", "inductor"),
+        ("train.compile=true", "inductor"),
+        ("train.compile=true parallel=fsdp", "aot_eager"),
+    ],
 )
-def test_ranks_that_stay_keep_their_compiled_code(more: str) -> None:
+def test_ranks_that_stay_keep_their_compiled_code(more: str, backend: str) -> None:
     words = ("scale=1x2", "train.epochs=3", *more.split())
 
     def run(*more: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
-        return raydist.run(compiling, *WORDS[1:], *words, *more, struck=struck)
+        return raydist.run(compiling, *WORDS[1:], *words, *more, struck=struck, backend=backend)
 
     alone = run()
     done = run("restart.in_place=on", struck=(kill(1, 6), kill(1, 9, 1)))

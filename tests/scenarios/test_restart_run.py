@@ -220,11 +220,11 @@ def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it compiles in two runs
-@pytest.mark.parametrize("how", ["true", "blocks"])
-def test_a_compiled_model_goes_on_to_the_bit(on_ray: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "backend"), [("true", "aot_eager"), ("blocks", "inductor")])
+def test_a_compiled_model_goes_on_to_the_bit(on_ray: Path, how: str, backend: str) -> None:
     def run(*struck: Fault) -> Result[Any]:
         words = ("scale=1x2", "group=inline", *WORDS, f"train.compile={how}")
-        return raydist.run(faults.compiled, *words, struck=struck)
+        return raydist.run(faults.compiled, *words, struck=struck, backend=backend)
 
     whole, done = run(), run(kill(1, 6))  # in mid-epoch
     assert len(losses(whole)) == 12

@@ -117,7 +117,7 @@ def wait_for_step(slurm: Slurm, job: str, runs: Path, step: int) -> None:
     def reached() -> bool:
         if max(losses(runs), default=0) >= step:
             return True
-        time.sleep(0.3)
+        time.sleep(1)
         assert slurm.show(job)["JobState"] not in ENDED, slurm.output(job)
         return False
 

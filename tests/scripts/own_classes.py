@@ -5,8 +5,6 @@ import multiprocessing
 import sys
 from dataclasses import dataclass
 
-from torch.utils.data import DataLoader, Dataset
-
 
 @dataclass
 class Square:
@@ -18,7 +16,7 @@ def square(number):
     return Square(number, number * number)
 
 
-class Squares(Dataset):
+class Squares:
     def __len__(self):
         return 4
 
@@ -38,6 +36,8 @@ def squares(how, method):
     if how == "executor":
         with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
             return list(pool.map(square, range(4)))
+    from torch.utils.data import DataLoader  # here, so that other children start quickly
+
     return list(
         DataLoader(Squares(), 1, num_workers=2, collate_fn=first, multiprocessing_context=context)
     )
