@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.util
 import os
+import re
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,7 +37,7 @@ def of(job: Job) -> list[str]:
 def modules(
     target: str, backend: str, script: str = "", store: str = "", parallel: Parallel = DDP
 ) -> list[str]:
-    """Return the modules to import for a target, in order.
+    """Return the modules to import for a target, in order, as `imported_modules` names them.
 
     The target is `/path/file.py:function` or `package.module:function`. `backend`: a key of
     BACKENDS, or `auto`, which becomes a backend of torch.distributed. `script`: the program that
@@ -57,7 +58,7 @@ def modules(
         backend_module,
         *loop,
         *driver,
-        *(name for name in (*imports, *further) if name != "raydist"),
+        *(name for name in (*imports, *further) if name.partition(":")[0] != "raydist"),
     ]
     return list(dict.fromkeys(names))
 
@@ -86,6 +87,7 @@ def installed_imports(first: Path) -> list[str]:
             folder / f"{name.replace('.', '/')}.py"
             for folder in (file.parent, Path())
             for name in imports
+            if ":" not in name
         ]
         unread += [path for path in own if path.is_file() and path not in seen]
         names += imports
@@ -102,7 +104,7 @@ def lasting_modules(modules: Iterable[str]) -> tuple[str, ...]:
 
     They exclude the user's own files, which change from run to run, and which the ranks import.
     """
-    return tuple(name for name in modules if is_installed(name.partition(".")[0]))
+    return tuple(name for name in modules if is_installed(re.split("[.:]", name)[0]))
 
 
 def is_installed(name: str) -> bool:
@@ -133,9 +135,10 @@ def source_of(target: str) -> Path | None:
 
 
 def imported_modules(source: str) -> list[str]:
-    """Return the modules that a file imports at its top level.
+    """Return the modules that a file imports at its top level, and MODULE:NAME for their names.
 
-    Imports in functions or conditions are left to the rank.
+    Some packages, such as transformers, import what has a name only when it is asked for. Imports
+    in functions or conditions are left to the rank.
     """
     names: list[str] = []
     try:
@@ -147,5 +150,6 @@ def imported_modules(source: str) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.append(node.module)
+            names += [f"{node.module}:{alias.name}" for alias in node.names if alias.name != "*"]
     # Importing mpi4py.MPI calls MPI_Init, which each rank must do for itself.
-    return [name for name in names if not name.startswith(("__", "mpi4py."))]
+    return [name for name in names if not name.startswith(("__", "mpi4py.", "mpi4py:"))]

@@ -27,19 +27,31 @@ FileState = tuple[int, int, int, int]
 
 
 def import_modules(modules: Sequence[str]) -> Warm:
-    """Import modules. One that fails here fails again in the rank, with its own traceback."""
-    failed, missing = {}, [name for name in modules if sys.modules.get(name) is None]
+    """Import modules, and MODULE:NAME as `from MODULE import NAME` does.
+
+    One that fails here fails again in the rank, with its own traceback.
+    """
+    failed, missing = {}, [name for name in modules if not is_imported(name)]
     # Ranks share these pages, which the garbage collector would otherwise write to and copy.
     with uncollected() if missing else contextlib.nullcontext():
         for name in missing:
+            module, _, own = name.partition(":")
             try:
-                importlib.import_module(name)
+                # With a name it asks the module for that, which may import more.
+                __import__(module, fromlist=[own]) if own else importlib.import_module(module)
             except BaseException as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         if "torch" in sys.modules:
             importlib.import_module("raydist.worker.step_timer")  # or each rank would import it
             keep_operators()
     return Warm(failed, uses_gpu(), os.getpid())
+
+
+def is_imported(name: str) -> bool:
+    """Return whether a module, or MODULE:NAME, is there."""
+    module, _, own = name.partition(":")
+    found = sys.modules.get(module)
+    return found is not None and (not own or own in vars(found))
 
 
 def keep_operators() -> None:

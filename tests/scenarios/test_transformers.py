@@ -19,10 +19,10 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 
 ROWS = """
 import torch
-import transformers
 import raydist
+from transformers import LlamaConfig, LlamaForCausalLM
 
-SHAPE = transformers.LlamaConfig(
+SHAPE = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
 )
@@ -46,7 +46,7 @@ JOB = (
     + """
 def job(config):
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(SHAPE)
+    model = LlamaForCausalLM(SHAPE)
     return raydist.fit(config, model=model, train=Rows(padded=True), test=Rows(padded=True))
 """
 )
@@ -55,7 +55,7 @@ TUNE = (
     + """
 def job(config):
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(SHAPE)
+        model = LlamaForCausalLM(SHAPE)
     figures = raydist.fit(config, model=model, train=Rows())
     raydist.models.save_weights(model, "tuned")
     return figures

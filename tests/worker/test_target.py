@@ -56,11 +56,20 @@ def test_what_a_file_imports_is_read_without_running_it(tmp_path: Path) -> None:
         "load_digits\n"
         "from . import near\nraise SystemExit\ndef job():\n    import inside\n"
     )
-    assert preload.imported_modules(file.read_text()) == ["os", "json", "sklearn.datasets"]
+    assert preload.imported_modules(file.read_text()) == [
+        "os",
+        "json",
+        "sklearn.datasets",
+        "sklearn.datasets:load_digits",
+    ]
     modules = preload.modules(f"{file}:job", "gloo")
     assert modules[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
     assert "sklearn.datasets" in modules
     assert "raydist.training.fit" not in modules
+    assert "sklearn.datasets:load_digits" in preload.lasting_modules(modules)
+    file.write_text("from mpi4py import MPI\nfrom raydist import fit\nfrom os import *\n")
+    assert preload.imported_modules(file.read_text()) == ["mpi4py", "raydist", "raydist:fit", "os"]
+    assert "raydist:fit" not in preload.modules(f"{file}:job", "gloo")
 
 
 def test_a_file_that_uses_raydist_gets_the_loop_warm(tmp_path: Path) -> None:
