@@ -130,9 +130,9 @@ def resources_for(
 
 
 def check_parallel(job: Job, request: ResourceRequest) -> None:
-    """Raise ConfigError if `parallel=` does not fit these ranks.
+    """Raise ConfigError if `parallel=` does not fit these ranks, or those of another size.
 
-    Ranks of a node are consecutive, as tp needs them.
+    Ranks of a node are consecutive, as tp needs them. With scale.max_nodes every size counts.
     """
     if not divides(job.parallel):
         return
@@ -147,7 +147,12 @@ def check_parallel(job: Job, request: ResourceRequest) -> None:
         raise ConfigError.of(
             key, value, cause, "scale.placement=STRICT_SPREAD scale.per_node=N", "parallel=fsdp"
         )
-    check_microbatches(job, mesh_shape(job.parallel, request.world_size, per_node))
+    sizes = [request.world_size]
+    if job.scale.max_nodes is not None:
+        least = job.scale.nodes or 1
+        sizes = [nodes * per_node for nodes in range(least, job.scale.max_nodes + 1)]
+    for ranks in sizes:
+        check_microbatches(job, mesh_shape(job.parallel, ranks, per_node))
 
 
 def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:

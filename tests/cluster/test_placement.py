@@ -16,7 +16,7 @@ from raydist.cluster import nodes as there
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node, NodeType, ResourceRequest, nodes_from_ray, types_from_config
 from raydist.cluster.shortage import describe_missing, describe_shortage
-from raydist.settings.config import Backend, Job, Scale
+from raydist.settings.config import Backend, Job, Parallel, Scale
 from raydist.shared.errors import ConfigError
 
 
@@ -569,6 +569,24 @@ def test_as_many_nodes_as_have_room_between_two_numbers(nodes: int, most: int, t
 def test_the_least_is_waited_for_and_can_not_be_more_than_the_most() -> None:
     busy = [node(1, free={"CPU": 0.0}), node(2, free={"CPU": 0.0})]
     assert placement.resources_for(job(nodes=2, max_nodes=4, per_node=1), busy).world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "key"),
+    [
+        (Parallel("fsdp", shard=16), "parallel.shard"),
+        (Parallel("hsdp", replicate=2), "parallel.replicate"),
+        (Parallel("pp", pp=16), "parallel.pp"),
+    ],
+)
+def test_a_division_has_to_fit_every_size_that_a_run_may_get(parallel: Parallel, key: str) -> None:
+    """The run began on two nodes, and ended when a third one joined."""
+    elastic = Job(scale=Scale(nodes=2, max_nodes=4), parallel=parallel)
+    with pytest.raises(ConfigError) as refused:
+        placement.resources_for(elastic, GPUS)
+    assert refused.value.key == key
+    fixed = replace(elastic, scale=Scale(nodes=2))
+    assert placement.resources_for(fixed, GPUS).world_size == 16
 
 
 def test_backend_script_is_nccl_where_there_are_gpus() -> None:
