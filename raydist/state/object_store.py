@@ -51,16 +51,16 @@ class Remote:
 
     @property
     def store(self) -> Any:
-        """The connection, made at first use; listings are not cached.
+        """The connection to the URL's host or account, made at first use; listings are not cached.
 
         It is never shared with a forked process.
         """
         if self._store is None:
-            import fsspec
+            from fsspec.core import url_to_fs
 
-            self._store = fsspec.filesystem(
-                scheme(self.url), skip_instance_cache=True, use_listings_cache=False
-            )
+            # Without the path: a name in it may have `::`, which chains URLs in fsspec.
+            root = "/".join(self.url.split("/")[:3])
+            self._store, _ = url_to_fs(root, skip_instance_cache=True, use_listings_cache=False)
         return self._store
 
     def __truediv__(self, name: str) -> Remote:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from raydist.launch import run_storage
 from raydist.settings.config import Checkpoint, Job
@@ -292,6 +294,30 @@ def test_a_folder_is_a_folder() -> None:
         "s3://b/r/n/now"
     )
     assert run_folder(Job(name="n", dir="/x/n/now")) == Path("/x/n/now")
+
+
+class AccountStore(MemoryFileSystem):
+    """A store whose driver takes the account from the URL, as that of Azure does."""
+
+    protocol = "acct"
+
+    def __init__(self, account_name: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.account_name = account_name
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, str]:
+        return {"account_name": path.partition("@")[2].partition(".")[0]}
+
+
+def test_a_store_is_reached_in_the_account_that_its_url_names() -> None:
+    """The account was left to the environment, which may name another one."""
+    fsspec.register_implementation("acct", AccountStore, clobber=True)
+    folder = Remote("acct://box@ours.example/runs/a::b")
+    assert folder.store.account_name == "ours"
+    (folder / "one").write_text("text")
+    assert [each.url for each in folder.iterdir()] == [f"{folder}/one"]
+    assert folder.sizes() == {"one": 4}
 
 
 WORDS = (
