@@ -183,17 +183,17 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
 
 
 def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
-    """Return the resources of one rank."""
+    """Return the resources of one rank, in Ray's unit of a ten-thousandth.
+
+    Rounded down: Ray rounds each rank's to the nearest, and their sum would exceed the bundle.
+    """
     for name in ("CPU", "GPU"):
         if name in scale.resources:
             amount = f"{scale.resources[name]:g}"
             cause, right = "it has a separate setting", f"scale.{name.lower()}s={amount}"
             raise ConfigError.of(f"scale.resources.{name}", amount, cause, right)
-    return {
-        "CPU": scale.cpus,
-        **({"GPU": gpus} if gpus else {}),
-        **{k: v for k, v in scale.resources.items() if v},
-    }
+    amounts = {"CPU": scale.cpus, "GPU": gpus, **scale.resources}
+    return {name: math.floor(each * 1e4 + 1e-6) / 1e4 for name, each in amounts.items() if each}
 
 
 def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]) -> Scale:

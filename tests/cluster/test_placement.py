@@ -571,6 +571,17 @@ def test_the_least_is_waited_for_and_can_not_be_more_than_the_most() -> None:
     assert placement.resources_for(job(nodes=2, max_nodes=4, per_node=1), busy).world_size == 2
 
 
+@pytest.mark.parametrize("share", [1 / 7, 1 / 6, 0.66667, 0.3, 0.0001])
+def test_ray_can_place_all_ranks_of_a_bundle(share: float) -> None:
+    """Ray rounds what a rank requests: seven of 1/7 were more than one GPU, and six started."""
+    asking = job("gloo", nodes=1, gpus=share, cpus=share, resources={"disk": share})
+    request = placement.resources_for(asking, [node(1, gpu=1, resources={"disk": 1.0})])
+    assert request.ranks_per_bundle == int(1 / share + 1e-6)
+    for name, amount in request.rank_resources.items():
+        units = int(amount * 1e4 + 0.5) * request.ranks_per_bundle
+        assert units <= round(request.bundles[0][name] * 1e4), name
+
+
 @pytest.mark.parametrize(
     ("parallel", "key"),
     [
