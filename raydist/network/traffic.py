@@ -102,26 +102,28 @@ def traffic_event(
         for channel in nccl_log.channels_between(logs, node_of)
         if channel.kind == "NET"
     ]
-    carriers = [hcas or [node.interface] for node in nodes]
+    tcp = backend == "gloo" or networks == [nccl_log.SOCKET]
+    carriers = [hcas or carrying_ports(node, rdma, tcp) for node in nodes]
+    by_hca = any(ports != [node.interface] for node, ports in zip(nodes, carriers, strict=True))
     sent = sum(
         node.sent(port) or 0 for node, ports in zip(nodes, carriers, strict=True) for port in ports
     )
     library = " and ".join(f"NET/{name}" for name in networks) or backend
-    ports = ", ".join(hcas or dict.fromkeys(node.interface for node in nodes))
+    names = ", ".join(dict.fromkeys(port for ports in carriers for port in ports))
     gpudirect = (
         (" with GPUDirect" if all(direct) else " without GPUDirect") if rdma and direct else ""
     )
     text = (
-        f"{library} over {ports}{gpudirect} on {counted(len(nodes), 'node')}, {amount(sent)} sent"
+        f"{library} over {names}{gpudirect} on {counted(len(nodes), 'node')}, {amount(sent)} sent"
     )
-    if not rdma:
-        text += f"; {unused_infiniband(nodes, logs, backend)}"
+    if not (rdma or by_hca):
+        text += f"; {unused_infiniband(nodes, logs, tcp)}"
     event = kinds.Network(
         text=text,
-        nodes=[_node_bytes(node, names) for node, names in zip(nodes, carriers, strict=True)],
+        nodes=[_node_bytes(node, ports) for node, ports in zip(nodes, carriers, strict=True)],
     )
     warnings = [UNCHECKED] if strict and backend in NCCLS and not networks else []
-    warnings += counter_contradictions(nodes, hcas)
+    warnings += counter_contradictions(nodes, hcas, carriers)
     return event, [*warnings, *merged_nodes(len(nodes), len(node_of), logs), *port_errors(nodes)]
 
 
@@ -134,25 +136,48 @@ def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:
     }
 
 
-def unused_infiniband(nodes: Sequence[NodeTraffic], logs: Sequence[Log], backend: str) -> str:
-    """Return the part of the line about InfiniBand after a run over TCP.
+def carrying_ports(node: NodeTraffic, rdma: bool, tcp: bool) -> list[str]:
+    """Return the ports that carried a run whose logs name no HCA.
+
+    `rdma`, `tcp`: what the logs or the backend tell; UCX and libfabric tell neither.
+    """
+    least = max(NOTICED, 2 * (node.sent(node.interface) or 0))
+    busy = [port for port in node.hcas if not tcp and (node.sent(port) or 0) > least]
+    return busy or (node.hcas if rdma else []) or [node.interface]
+
+
+def unused_infiniband(nodes: Sequence[NodeTraffic], logs: Sequence[Log], tcp: bool) -> str:
+    """Return the part of the line about InfiniBand after a run over the interface.
 
     It tells how many nodes have InfiniBand, and why it was not used.
     """
     equipped = sum(bool(node.hcas) for node in nodes)
     if not equipped:
         return "no node has InfiniBand"
-    why = next((log.why_not for log in logs if log.why_not), "")
-    if not why and not any(log.network for log in logs) and backend == "gloo":
-        why = "gloo uses TCP"
     have = "1 node has" if equipped == 1 else f"{equipped} nodes have"
+    if not (tcp or all(_idle(node, port) for node in nodes for port in node.hcas)):
+        return f"{have} InfiniBand, whose counters do not tell whether it was used"
+    why = next((log.why_not for log in logs if log.why_not), "")
+    if not why and tcp and not any(log.network for log in logs):
+        why = "gloo uses TCP"
     return f"{have} InfiniBand, NOT USED" + (f": {why}" if why else "")
 
 
-def counter_contradictions(nodes: Sequence[NodeTraffic], hcas: Sequence[str]) -> list[str]:
-    """Return contradictions of the port counters to NCCL's log or the choice of the interface."""
+def _idle(node: NodeTraffic, port: str) -> bool:
+    """Report whether a port of an HCA sent next to nothing, compared with the interface."""
+    sent = node.sent(port)
+    return sent is not None and 2 * sent <= (node.sent(node.interface) or 0)
+
+
+def counter_contradictions(
+    nodes: Sequence[NodeTraffic], hcas: Sequence[str], carriers: Sequence[Sequence[str]]
+) -> list[str]:
+    """Return contradictions of the port counters to NCCL's log or the choice of the interface.
+
+    `hcas`: the ports that the log names. `carriers`: for each node the ports that carried the run.
+    """
     texts = []
-    for node in nodes:
+    for node, ports in zip(nodes, carriers, strict=True):
         chosen = node.sent(node.interface)
         by_hcas = [sent for hca in hcas if (sent := node.sent(hca)) is not None]
         if by_hcas and sum(by_hcas) == 0 and (chosen or 0) > NOTICED:
@@ -168,6 +193,7 @@ def counter_contradictions(nodes: Sequence[NodeTraffic], hcas: Sequence[str]) ->
                 for port in node.after
                 if (sent := node.sent(port) or 0) > max(NOTICED, 2 * chosen)
                 and node.after[port]["rate"]
+                and port not in ports
             ]
     return texts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raydist.network.nccl_log import Log, NcclChannel
 from raydist.network.traffic import NodeTraffic, PortCounters, amount, traffic_event
 
@@ -65,6 +67,38 @@ def test_the_silent_fall_to_sockets_is_told_with_its_reason() -> None:
         "libibverbs is missing"
     )
     assert event.text.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("backend", "logs"),
+    [("mpi", [Log()]), ("ucc", [Log()]), ("nccl", [Log()]), ("nccl", [Log("AWS Libfabric")])],
+)
+def test_hcas_that_no_log_names_are_told_by_their_counters(backend: str, logs: list[Log]) -> None:
+    """UCX and libfabric log no ports, nor NCCL with the site's NCCL_DEBUG=WARN: a run over
+    InfiniBand was told as one over eth0, with a warning for each node."""
+    event, odd = traffic_event(backend, nodes(2, eth0=GB // 1000, ib=GB), [0, 1], logs * 2)
+    assert " over mlx5_0:1 on 2 nodes, 2 GB sent" in event.text
+    assert "NOT USED" not in event.text
+    assert event.nodes[0]["rate"] == 50.0
+    assert odd == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "log", "eth0", "ib", "told"),
+    [
+        ("mpi", Log(), GB, 0, "NOT USED"),
+        ("mpi", Log(), 3000, 5000, "do not tell"),  # too little to tell
+        ("mpi", Log(), GB, None, "no node has InfiniBand"),
+        ("nccl", Log("Socket"), 0, GB, "NOT USED"),
+        ("gloo", Log(), 0, GB, "NOT USED: gloo uses TCP"),
+    ],
+)
+def test_idle_infiniband_is_told_if_that_is_known(
+    backend: str, log: Log, eth0: int, ib: int | None, told: str
+) -> None:
+    event, _ = traffic_event(backend, nodes(2, eth0=eth0, ib=ib), [0, 1], [log] * 2)
+    assert told in event.text
+    assert " over eth0 " in event.text
 
 
 def test_a_required_network_that_no_log_names_is_told() -> None:
