@@ -44,6 +44,7 @@ RDMA = (
 )
 """Checks whose failures stop a run with fabric.strict."""
 TCP_ONLY = ("gloo", "horovod")
+"""Backends that use TCP; Horovod only without GPUs."""
 TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
 """Prefixes of the variables of Google's plug-ins (GPUDirect-TCPXO, GPUDirect-TCPX)."""
 
@@ -54,19 +55,29 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
     `facts`: those of each rank's node, in order of rank.
     """
     nodes = [facts[slot.rank] for slot in plan.leads]
+    backend, gpus = plan.request.backend, bool(plan.request.rank_resources.get("GPU"))
     found = [finding for node in nodes for check in EACH for finding in check(job, node)]
     # UCX uses RDMA without GPUs too.
-    strict_mpi = job.fabric.strict and plan.request.backend == "mpi"
-    if plan.request.rank_resources.get("GPU") or plan.request.backend == "nccl" or strict_mpi:
+    strict_mpi = job.fabric.strict and backend == "mpi"
+    if gpus or backend == "nccl" or strict_mpi:
         found += [finding for node in nodes for check in WITH_GPUS for finding in check(job, node)]
         found += [finding for check_all in BETWEEN_GPUS for finding in check_all(job, nodes)]
-    elif job.fabric.strict and plan.request.backend in TCP_ONLY:
-        text = f"backend {plan.request.backend} without GPUs supports TCP only"
-        found.append(
-            Finding("hca state", "fail", (), text, "fabric.strict=false, or backend=nccl on GPUs")
-        )
+    if job.fabric.strict:
+        found += backend_findings(backend, gpus)
     found += [finding for check_all in BETWEEN for finding in check_all(job, nodes)]
     return fold_findings(found)
+
+
+def backend_findings(backend: str, gpus: bool) -> Iterator[Finding]:
+    """Find a backend that fabric.strict cannot hold to RDMA. `gpus`: whether ranks have some."""
+    fix = "fabric.strict=false, or backend=nccl on GPUs"
+    if backend in TCP_ONLY and not (gpus and backend == "horovod"):
+        without = " without GPUs" if backend == "horovod" else ""
+        text = f"backend {backend}{without} supports TCP only"
+        yield Finding("hca state", "fail", (), text, fix)
+    elif backend == "ucc":
+        text = "raydist cannot tell whether UCC uses RDMA or TCP"
+        yield Finding("hca state", "fail", (), text, "fabric.strict=false env.UCX_TLS=^tcp")
 
 
 def check_nodes(

@@ -415,6 +415,30 @@ def test_strict_refuses_a_backend_that_knows_only_tcp(tmp_path: Path) -> None:
     assert look(here, gpu=False) == []
 
 
+@pytest.mark.parametrize(
+    ("backend", "gpus", "refusals"),
+    [
+        ("gloo", 1, 1),
+        ("auto", 0.5, 1),  # becomes gloo
+        ("ucc", 1, 1),
+        ("ucc", 0, 1),
+        ("horovod", 0, 1),
+        ("horovod", 1, 0),
+        ("nccl", 1, 0),
+    ],
+)
+def test_strict_looks_at_the_backend_also_where_ranks_have_gpus(
+    tmp_path: Path, backend: str, gpus: float, refusals: int
+) -> None:
+    """gloo sent the gradients of ranks with GPUs over TCP, and the run was not refused."""
+    here, have = sound(tmp_path), {"CPU": 8.0, "GPU": 8.0}
+    node = Node("id", "10.0.0.5", "node-1", have, have)
+    scale, strict = Scale(per_node=1, gpus=gpus), Fabric(strict=True)
+    job = Job(backend=Backend(backend), scale=scale, fabric=strict)
+    plan = placement.assign_ranks(placement.resources_for(job, [node]), [node])
+    assert len(checks_node.refusals(job, checks_node.findings(job, plan, [here]))) == refusals
+
+
 def test_the_name_of_a_host_matters_where_nobody_tells_the_ranks_their_interface(
     tmp_path: Path,
 ) -> None:

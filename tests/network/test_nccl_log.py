@@ -88,5 +88,5 @@ def test_a_rank_in_this_very_process_is_checked_too(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     done = raydist.run(lambda: 1, *words)
     assert any("NCCL_ALGO=Ring is set in the environment" in one for one in done.warnings)
-    with pytest.raises(RaydistError, match=r"fabric\.strict: .*gloo without GPUs"):
+    with pytest.raises(RaydistError, match=r"fabric\.strict: .*gloo supports TCP only"):
         raydist.run(lambda: 1, *words, "fabric.strict=true")
