@@ -15,6 +15,7 @@ from raydist.network.rdma import (
     best_gid,
     choose_devices,
     nccl_finds_gid,
+    none_of_kind,
     rdma_only_net,
     share_bridge,
     vendor_plugin,
@@ -203,6 +204,9 @@ def check_hca_state(job: Job, node: Facts) -> Iterator[Finding]:
             "no HCA has an active port",
             "fabric.strict=false, or a node with RDMA",
         )
+    elif job.fabric.strict and choose_devices(job, node).none_fits:
+        fix = "fabric.kind=auto, or fabric.strict=false"
+        yield Finding("hca state", "fail", host, none_of_kind(job), fix)
 
 
 def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
@@ -263,7 +267,10 @@ def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
     """
     choice, host = choose_devices(job, node), (node.hostname,)
     names = ",".join(hca.name for hca in choice.hcas)
-    if choice.aside:
+    if choice.none_fits and not job.fabric.strict:
+        text = f"{none_of_kind(job)}: TCP is used"
+        yield Finding("storage hcas", "warn", host, text, "fabric.kind=auto")
+    elif choice.hcas and choice.aside:
         left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
         guess = (
             ""

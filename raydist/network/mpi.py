@@ -95,13 +95,13 @@ def network_options(
     mpi: Mapping[str, str],
     interface: str,
     hcas: Sequence[str] = (),
-    tcp: bool = False,
+    tcp: str = "",
     strict: bool = False,
 ) -> Iterator[EnvVar]:
     """Yield variables that keep MPI on the interface and the HCAs.
 
     UCX finds a host's RDMA devices without them. `hcas`: ports of the chosen HCAs (mlx5_0:1), if
-    others were left out. `tcp`: never RDMA. `strict`: RDMA or an error.
+    others were left out. `tcp`: why never RDMA, or empty. `strict`: RDMA or an error.
     """
     if interface in LOOPBACK:
         return
@@ -119,10 +119,9 @@ def network_options(
             why = "they ignore FI_TCP_IFACE; MPICH took sockets over another interface"
             yield EnvVar("FI_PROVIDER", f"^{OTHER_SOCKETS}", why)
     if tcp:
-        why = "fabric.kind=ethernet: TCP even where the node has RDMA"
         for name, value in OPEN_MPI_TCP if open_mpi else (("FI_PROVIDER", "tcp"),):
-            yield EnvVar(name, value, why)
-        yield EnvVar("UCX_NET_DEVICES", interface, why)
+            yield EnvVar(name, value, tcp)
+        yield EnvVar("UCX_NET_DEVICES", interface, tcp)
         return
     if strict:
         why = "fabric.strict: RDMA or an error, never silently TCP"

@@ -13,6 +13,7 @@ from raydist.shared.errors import ConfigError
 
 LAYERS = {"ib": "InfiniBand", "roce": "Ethernet"}
 """fabric.kind -> link layer of the HCAs."""
+TCP = "fabric.kind=ethernet: TCP even where the node has RDMA"
 SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 EFA = "0x1d0f"
 """PCI vendor of AWS's Elastic Fabric Adapter."""
@@ -42,6 +43,11 @@ class DeviceChoice:
     False if no GPU is near an HCA, so that only the link's speed distinguishes gradient HCAs from
     storage HCAs.
     """
+
+    @property
+    def none_fits(self) -> bool:
+        """Whether the node has active HCAs, but none of fabric.kind."""
+        return bool(self.aside) and not self.hcas
 
 
 def vendor_plugin(node: Facts) -> str:
@@ -157,12 +163,12 @@ def socket_variables(job: Job, node: Facts) -> Iterator[EnvVar]:
 def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
     """Yield variables that restrict NCCL to the chosen HCAs; none if NCCL would choose the same."""
     if job.fabric.kind == "ethernet":
-        yield EnvVar(
-            "NCCL_IB_DISABLE", "1", "fabric.kind=ethernet: TCP even where the node has RDMA"
-        )
+        yield EnvVar("NCCL_IB_DISABLE", "1", TCP)
         return
     choice = choose_devices(job, node)
     names = ",".join(hca.name for hca in choice.hcas)
+    if choice.none_fits:
+        yield EnvVar("NCCL_IB_DISABLE", "1", none_of_kind(job))
     if names and (choice.aside or job.fabric.hca):
         left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
         # Without the = mlx5_1 would also select mlx5_10.
@@ -178,6 +184,11 @@ def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
     yield from gid_index(node, choice)
     if job.fabric.strict and (network := rdma_only_net(node)):
         yield EnvVar("NCCL_NET", network, "fabric.strict: RDMA or an error, never silently TCP")
+
+
+def none_of_kind(job: Job) -> str:
+    """Return the reason for TCP on a node without an HCA of fabric.kind."""
+    return f"fabric.kind={job.fabric.kind}: no active HCA is {LAYERS[job.fabric.kind]}"
 
 
 def best_gid(hca: Hca) -> Gid | None:

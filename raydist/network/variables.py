@@ -179,9 +179,14 @@ def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
     choice, fabric = rdma.choose_devices(job, node), job.fabric
     chosen = choice.hcas if choice.aside or fabric.hca else ()
     ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
-    yield from network_mpi.network_options(
-        node.mpi, node.interface, ports, fabric.kind == "ethernet", fabric.strict
-    )
+    tcp = ""
+    if fabric.kind == "ethernet":
+        tcp = rdma.TCP
+    elif choice.none_fits:
+        tcp = rdma.none_of_kind(job)
+    elif fabric.hca and not ports:
+        tcp = "no HCA of fabric.hca has an active port"
+    yield from network_mpi.network_options(node.mpi, node.interface, ports, tcp, fabric.strict)
 
 
 def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterator[EnvVar]:

@@ -415,6 +415,17 @@ def test_strict_refuses_a_backend_that_knows_only_tcp(tmp_path: Path) -> None:
     assert look(here, gpu=False) == []
 
 
+def test_a_kind_that_no_hca_has_is_a_warning_and_strict_refuses_it(tmp_path: Path) -> None:
+    """The doctor said that the RoCE cards were left out, and NCCL used them."""
+    here = sound(tmp_path, box=machines.roce_box())
+    (warning,) = [one for one in look(here, kind="ib") if one.check == "storage hcas"]
+    assert (warning.level, warning.fix) == ("warn", "fabric.kind=auto")
+    strict = Job(fabric=Fabric(strict=True))
+    (refused,) = checks_node.refusals(strict, look(here, kind="ib", strict=True))
+    assert refused.check == "hca state"
+    assert checks_node.refusals(strict, look(here, kind="roce", strict=True)) == []
+
+
 @pytest.mark.parametrize(
     ("backend", "gpus", "refusals"),
     [

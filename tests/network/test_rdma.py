@@ -103,6 +103,21 @@ def test_only_the_kind_asked_for(kind: str, taken: str, left: str, tmp_path: Pat
     assert why.startswith(f"fabric.kind={kind}: {left} is not")
 
 
+def test_a_kind_that_no_hca_has_is_tcp(tmp_path: Path) -> None:
+    """NCCL and UCX took the RoCE cards of a node that has no InfiniBand."""
+    here = facts(tmp_path, machines.roce_box())
+    assert values(here, kind="ib") == {"NCCL_IB_DISABLE": "1"}
+    for mpi in (OPEN_MPI, MPICH):
+        with_mpi = replace(here, mpi={**mpi, "rdma": "mlx5_0,mlx5_1"})
+        assert rank(with_mpi, "mpi", kind="ib")["UCX_NET_DEVICES"] == "eth0"
+        assert "UCX_NET_DEVICES" not in rank(with_mpi, "mpi", kind="roce")
+
+
+def test_an_hca_asked_for_that_is_down_leaves_mpi_no_other(tmp_path: Path) -> None:
+    here = facts(tmp_path, PORT_DOWN, mpi={**MPICH, "rdma": "mlx5_0,mlx5_1"})
+    assert rank(here, "mpi", hca=["mlx5_1"])["UCX_NET_DEVICES"] == "eth0"
+
+
 def test_ethernet_turns_rdma_off_and_site_says_nothing(tmp_path: Path) -> None:
     here = facts(tmp_path, machines.dgx())
     assert values(here, kind="ethernet") == {"NCCL_IB_DISABLE": "1"}
