@@ -116,6 +116,10 @@ def _requested_hcas(job: Job, node: Facts) -> tuple[Hca, ...]:
                     "fabric.hca", name, f"{node.hostname} has no HCA", "fabric.hca=[]"
                 )
             raise ConfigError.unknown("fabric.hca", name, known, f"{node.hostname} has no such HCA")
+        layer = LAYERS.get(job.fabric.kind)
+        if layer and all(port.link_layer != layer for port in known[name].ports):
+            cause = f"on {node.hostname} it is not {layer}, as fabric.kind={job.fabric.kind} says"
+            raise ConfigError.of("fabric.hca", name, cause, "fabric.kind=auto")
     return tuple(known[name] for name in job.fabric.hca)
 
 

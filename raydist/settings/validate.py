@@ -114,6 +114,10 @@ def validate(job: Job) -> Job:
         raise ConfigError.of(
             "fabric.strict", "true", cause, "fabric.kind=auto", "fabric.strict=false"
         )
+    if job.fabric.kind in ("ethernet", "site") and job.fabric.hca:
+        value = f"[{','.join(job.fabric.hca)}]"
+        cause = f"with fabric.kind={job.fabric.kind} raydist chooses no HCAs"
+        raise ConfigError.of("fabric.hca", value, cause, "fabric.kind=auto", "fabric.hca=[]")
     arguments.check_arguments(job.args, job.init_method)
     return job
 

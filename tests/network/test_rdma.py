@@ -136,6 +136,9 @@ def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
         ConfigError, match=r"fabric\.hca=mlx5_0: node-1 has no HCA; set fabric\.hca=\[\]"
     ):
         settings_of(facts(tmp_path / "p", machines.plain_box()), hca=["mlx5_0"])
+    assert settings_of(here, kind="ib", hca=["mlx5_1"])["NCCL_IB_HCA"][0] == "=mlx5_1"
+    with pytest.raises(ConfigError, match=r"fabric\.hca=mlx5_1: on node-1 it is not Ethernet"):
+        settings_of(here, kind="roce", hca=["mlx5_1"])
 
 
 def test_strict_forces_rdma_and_contradicts_ethernet(tmp_path: Path) -> None:

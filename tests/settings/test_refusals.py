@@ -481,6 +481,18 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "true",
         "fabric.kind=auto",
     ),
+    "HCAs over ethernet": (
+        ["fabric=ethernet", "fabric.hca=[mlx5_0]"],
+        "fabric.hca",
+        "[mlx5_0]",
+        "fabric.kind=auto",
+    ),
+    "HCAs, but the site chooses": (
+        ["fabric=site", "fabric.hca=[mlx5_0,mlx5_1]"],
+        "fabric.hca",
+        "[mlx5_0,mlx5_1]",
+        "fabric.kind=auto",
+    ),
     "resume from an unknown store": (
         ["resume=ftpp://x"],
         "resume",
