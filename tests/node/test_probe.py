@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from raydist.node import probe
@@ -86,6 +88,36 @@ def test_an_interface_that_is_not_there_is_refused_with_the_nearest() -> None:
         ConfigError, match=r"fabric\.interface=eht0.*did you mean fabric\.interface=eth0\?.*ib0, lo"
     ):
         probe.choose_interface(KNOWN, "10.0.0.5", "eht0")
+
+
+def test_an_interface_without_an_address_that_can_be_bound_is_refused() -> None:
+    """IPoIB that is up without an IPv4 address: the store could not listen on fe80::2."""
+    known = {"eth0": ("10.0.0.5", "fe80::1"), "ib0": ("fe80::2",), "v6": ("fd00::1",)}
+    with pytest.raises(ConfigError) as refused:
+        probe.choose_interface(known, "10.0.0.5", "ib0")
+    assert refused.value.key == "fabric.interface"
+    assert refused.value.suggestion == "fabric.interface=eth0"
+    assert "(known: eth0, v6)" in str(refused.value)
+    near = {"direct": ("169.254.7.1",)}
+    assert probe.choose_interface(near, "10.0.0.5", "direct") == ("direct", "169.254.7.1")
+
+
+def test_an_address_with_a_label_belongs_to_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ip addr add … label eth0:1`: no interface seemed to have the address that Ray uses."""
+    plain, labelled, v6 = (
+        SimpleNamespace(family=family, address=address)
+        for family, address in (
+            (socket.AF_INET, "10.0.0.5"),
+            (socket.AF_INET, "10.0.0.50"),
+            (socket.AF_INET6, "fe80::1%eth0"),
+        )
+    )
+    there = {"eth0": [v6, plain], "eth0:1": [labelled], "eth1": [plain]}
+    states = {"eth0": SimpleNamespace(isup=True), "eth1": SimpleNamespace(isup=False)}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+    assert probe.interfaces() == {"eth0": ("10.0.0.5", "10.0.0.50", "fe80::1")}
+    assert probe.read_facts("10.0.0.50").interface == "eth0"
 
 
 def test_what_is_set_already_is_noted_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

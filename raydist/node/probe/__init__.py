@@ -87,26 +87,33 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found: dict[str, tuple[str, ...]] = {}
-    for name, own in psutil.net_if_addrs().items():
-        plain = [
-            one.address.partition("%")[0]
-            for one in own
-            if one.family in (socket.AF_INET, socket.AF_INET6)
-        ]
-        if plain and name in up:
-            found[name] = tuple(sorted(plain, key=lambda address: ":" in address))
-    return found
+    found: dict[str, list[str]] = {}
+    for label, own in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # eth0:1 is the label of an address of eth0
+        for one in own:
+            if name in up and one.family in (socket.AF_INET, socket.AF_INET6):
+                found.setdefault(name, []).append(one.address.partition("%")[0])
+    return {
+        name: tuple(sorted(own, key=lambda address: ":" in address)) for name, own in found.items()
+    }
 
 
 def choose_interface(
     known: Mapping[str, Sequence[str]], ip: str, interface: str | None
 ) -> tuple[str, str]:
-    """Return the training interface and its address: the requested one, else the owner of `ip`."""
+    """Return the training interface and its address: the requested one, else the owner of `ip`.
+
+    ConfigError: the requested one is not up, or has link-local addresses of IPv6 only.
+    """
     if interface is not None:
         if interface not in known:
             cause = f"{socket.gethostname()} ({ip}) has no such interface that is up"
             raise ConfigError.unknown("fabric.interface", interface, known, cause)
+        if all(map(needs_scope, known[interface])):
+            cause = f"{socket.gethostname()} has only link-local addresses there"
+            usable = [name for name, own in known.items() if not all(map(needs_scope, own))]
+            right = [f"fabric.interface={name}" for name in usable if ip in known[name]]
+            raise ConfigError.of("fabric.interface", interface, cause, *right, known=usable)
         return interface, ip if ip in known[interface] else best_address(known[interface], ip)
     numeric = resolve(ip)
     for name, own in known.items():
@@ -118,6 +125,12 @@ def choose_interface(
         f"{known_settings(known)}. Start Ray with --node-ip-address=<one of these>, or set "
         f"fabric.interface={next(iter(known))}"
     )
+
+
+def needs_scope(address: str) -> bool:
+    """Report whether an address is a link-local one of IPv6, which no program can bind alone."""
+    parsed = ipaddress.ip_address(address)
+    return parsed.version == 6 and parsed.is_link_local
 
 
 def best_address(own: Sequence[str], ip: str) -> str:
