@@ -220,10 +220,7 @@ class Facts:
     nccl_conf: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """NCCL's settings from its files: name -> (value, file)."""
     mpi: Mapping[str, str] = field(default_factory=dict)
-    """With backend=mpi: `kind`, `version`, `mpirun` (its path) and `rdma`.
-
-    `rdma` lists RDMA devices, separated by commas.
-    """
+    """With backend=mpi: `kind`, `version` and `mpirun` (its path)."""
     nics: tuple[Nic, ...] = ()
     hcas: tuple[Hca, ...] = ()
     devices: tuple[Gpu, ...] = ()

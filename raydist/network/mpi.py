@@ -97,11 +97,13 @@ def network_options(
     hcas: Sequence[str] = (),
     tcp: str = "",
     strict: bool = False,
+    rdma: bool = False,
 ) -> Iterator[EnvVar]:
     """Yield variables that keep MPI on the interface and the HCAs.
 
     UCX finds a host's RDMA devices without them. `hcas`: ports of the chosen HCAs (mlx5_0:1), if
-    others were left out. `tcp`: why never RDMA, or empty. `strict`: RDMA or an error.
+    others were left out. `tcp`: why never RDMA, or empty. `strict`: RDMA or an error. `rdma`:
+    whether the node has an HCA that carries data.
     """
     if interface in LOOPBACK:
         return
@@ -134,6 +136,6 @@ def network_options(
     if hcas:
         why = "the chosen HCAs; by default UCX takes all active HCAs, those of storage too"
         yield EnvVar("UCX_NET_DEVICES", ",".join(hcas), why)
-    elif not (open_mpi or mpi["rdma"]):
-        why = "the node has no RDMA device; by default UCX stripes over every interface"
+    elif not (open_mpi or rdma):
+        why = "the node has no usable HCA; by default UCX stripes over every interface"
         yield EnvVar("UCX_NET_DEVICES", interface, why)

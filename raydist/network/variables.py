@@ -178,15 +178,18 @@ def mpi_network(job: Job, node: Facts) -> Iterator[EnvVar]:
         return
     choice, fabric = rdma.choose_devices(job, node), job.fabric
     chosen = choice.hcas if choice.aside or fabric.hca else ()
-    ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca.active]
+    usable = [hca for hca in node.hcas if hca.active and hca.openable]
+    ports = [f"{hca.name}:{hca.active[0].number}" for hca in chosen if hca in usable]
     tcp = ""
     if fabric.kind == "ethernet":
         tcp = rdma.TCP
     elif choice.none_fits:
         tcp = rdma.none_of_kind(job)
     elif fabric.hca and not ports:
-        tcp = "no HCA of fabric.hca has an active port"
-    yield from network_mpi.network_options(node.mpi, node.interface, ports, tcp, fabric.strict)
+        tcp = "no HCA of fabric.hca can be used"
+    yield from network_mpi.network_options(
+        node.mpi, node.interface, ports, tcp, fabric.strict, rdma=bool(usable)
+    )
 
 
 def nccl_log_variables(job: Job, plan: Plan, slot: Slot, node: Facts) -> Iterator[EnvVar]:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,7 @@ class MpiRankAgent(RankAgent):
         if opened.facts is not None:
             self._install = mpi_install.find_mpirun(request.mpirun)
             self._interface = opened.facts.interface
-            mpi = mpi_install.mpi_facts(self._install)
-            opened = replace(opened, facts=replace(opened.facts, mpi=mpi))
+            opened = replace(opened, facts=replace(opened.facts, mpi=asdict(self._install)))
         path = self.folder / f"mpi-{request.rank}"
         self._listener = MpirunListener(path, request.secret, self._spawn)
         return opened

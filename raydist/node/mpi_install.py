@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from raydist.shared.errors import ConfigError, LaunchError
@@ -83,17 +83,6 @@ def _refuse_space(install: Install) -> None:
         raise ConfigError.of(
             "backend.mpi.mpirun", install.mpirun, cause, "backend.mpi.mpirun=/path/to/mpirun"
         )
-
-
-def mpi_facts(install: Install) -> dict[str, str]:
-    """Return the MPI of this machine, and its RDMA devices, for the plan of the network."""
-    return {**asdict(install), "rdma": rdma_support()}
-
-
-def rdma_support(root: Path = Path("/")) -> str:
-    """Return the InfiniBand and RoCE devices, separated by commas; empty on a TCP-only host."""
-    folder = root / "sys/class/infiniband"
-    return ",".join(sorted(os.listdir(folder))) if folder.is_dir() else ""
 
 
 def daemon(

@@ -11,7 +11,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raydist.cluster import connect, drain, node_history, placement
@@ -262,7 +262,7 @@ def expected_facts(job: Job, plan: Plan, lead: Slot) -> Facts:
         if job.backend.name != "mpi":
             return facts
         install = mpi_install.find_mpirun(job.backend.mpi.mpirun)
-        return replace(facts, mpi=mpi_install.mpi_facts(install))
+        return replace(facts, mpi=asdict(install))
     name = (
         job.fabric.interface
         or f"<interface of {node.host if node.ip.startswith('<') else node.ip}>"

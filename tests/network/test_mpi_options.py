@@ -67,15 +67,16 @@ def test_tcp_stays_on_the_interface_and_rdma_is_left_alone() -> None:
     assert {name: value for name, value, _ in network_mpi.network_options(OMPI, "ib0")} == {
         "OMPI_MCA_btl_tcp_if_include": "ib0"
     }
-    mpich = {**OMPI, "kind": "mpich", "rdma": ""}
+    mpich = {**OMPI, "kind": "mpich"}
     assert {name for name, _, _ in network_mpi.network_options(mpich, "ib0")} == {
         "FI_TCP_IFACE",
         "FI_PROVIDER",
         "UCX_NET_DEVICES",
     }
-    assert {
-        name for name, _, _ in network_mpi.network_options({**mpich, "rdma": "mlx5_0"}, "ib0")
-    } == {"FI_TCP_IFACE", "FI_PROVIDER"}
+    assert {name for name, _, _ in network_mpi.network_options(mpich, "ib0", rdma=True)} == {
+        "FI_TCP_IFACE",
+        "FI_PROVIDER",
+    }
 
 
 def test_hosts_have_names_of_no_machine() -> None:

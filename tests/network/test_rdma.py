@@ -108,14 +108,28 @@ def test_a_kind_that_no_hca_has_is_tcp(tmp_path: Path) -> None:
     here = facts(tmp_path, machines.roce_box())
     assert values(here, kind="ib") == {"NCCL_IB_DISABLE": "1"}
     for mpi in (OPEN_MPI, MPICH):
-        with_mpi = replace(here, mpi={**mpi, "rdma": "mlx5_0,mlx5_1"})
+        with_mpi = replace(here, mpi=mpi)
         assert rank(with_mpi, "mpi", kind="ib")["UCX_NET_DEVICES"] == "eth0"
         assert "UCX_NET_DEVICES" not in rank(with_mpi, "mpi", kind="roce")
 
 
 def test_an_hca_asked_for_that_is_down_leaves_mpi_no_other(tmp_path: Path) -> None:
-    here = facts(tmp_path, PORT_DOWN, mpi={**MPICH, "rdma": "mlx5_0,mlx5_1"})
+    here = facts(tmp_path, PORT_DOWN, mpi=MPICH)
     assert rank(here, "mpi", hca=["mlx5_1"])["UCX_NET_DEVICES"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((Card("mlx5_0", "pci0000:00/0000:00:02.0", (Link(state="1: DOWN"),)),)),
+        Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),), nodes=False),
+        replace(machines.dgx(), nodes=False),
+    ],
+    ids=["down", "container without device files", "storage left out, without device files"],
+)
+def test_hcas_that_carry_nothing_leave_mpich_on_the_interface(box: Box, tmp_path: Path) -> None:
+    """UCX sent over every interface of the host, whatever fabric.interface was."""
+    assert rank(facts(tmp_path, box, mpi=MPICH), "mpi")["UCX_NET_DEVICES"] == "eth0"
 
 
 def test_ethernet_turns_rdma_off_and_site_says_nothing(tmp_path: Path) -> None:
@@ -265,7 +279,7 @@ def test_what_the_site_has_set_stays_and_is_said(tmp_path: Path) -> None:
     assert "/etc/nccl.conf" in by_name["NCCL_IB_HCA"].reason
 
 
-OPEN_MPI = {"kind": "openmpi", "version": "5.0.11", "mpirun": "/usr/bin/mpirun", "rdma": ""}
+OPEN_MPI = {"kind": "openmpi", "version": "5.0.11", "mpirun": "/usr/bin/mpirun"}
 MPICH = {**OPEN_MPI, "kind": "mpich", "version": "5.0.2"}
 ALIKE = {
     # who talks -> the backend, the MPI on the node, the variable that holds its interface, and how
@@ -306,9 +320,7 @@ def test_the_interface_is_everybodys_alike(who: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
 def test_the_hcas_are_everybodys_alike(mpi: dict[str, str], tmp_path: Path) -> None:
-    here = facts(
-        tmp_path, machines.dgx(), mpi={**mpi, "rdma": ",".join(f"mlx5_{i}" for i in range(12))}
-    )
+    here = facts(tmp_path, machines.dgx(), mpi=mpi)
     chosen = [f"mlx5_{i}" for i in range(8)]
     assert rank(here, "nccl")["NCCL_IB_HCA"] == "=" + ",".join(chosen)
     assert rank(here, "mpi")["UCX_NET_DEVICES"] == ",".join(f"{name}:1" for name in chosen)
@@ -332,6 +344,6 @@ def test_the_hcas_are_everybodys_alike(mpi: dict[str, str], tmp_path: Path) -> N
     alone = facts(
         tmp_path / "one",
         Box((Card("mlx5_0", "pci0000:00/0000:00:02.0"),)),
-        mpi={**mpi, "rdma": "mlx5_0"},
+        mpi=mpi,
     )
     assert "UCX_NET_DEVICES" not in rank(alone, "mpi")  # nothing to choose: it finds its only one

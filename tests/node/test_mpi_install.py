@@ -157,10 +157,3 @@ def test_an_incomplete_installation_is_an_error(ompi: Install) -> None:
     (Path(ompi.mpirun).parent / "prted").unlink()
     with pytest.raises(LaunchError, match="no prted next to it"):
         mpi_install.daemon(PRTED, ompi, "eth0")
-
-
-def test_which_rdma_devices_there_are(tmp_path: Path) -> None:
-    assert mpi_install.rdma_support(tmp_path) == ""
-    (tmp_path / "sys/class/infiniband/mlx5_1").mkdir(parents=True)
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir()
-    assert mpi_install.rdma_support(tmp_path) == "mlx5_0,mlx5_1"
