@@ -54,6 +54,8 @@ class NodeBytes(TypedDict):
     """Bytes by port."""
     rate: float
     """Total GB/s of the ports that carried the run; 0 if one is unknown."""
+    ports: int
+    """Number of these ports."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:
         "host": node.host,
         "sent": {name: sent for name in node.after if (sent := node.sent(name)) is not None},
         "rate": sum(rates) if all(rates) else 0.0,
+        "ports": len(rates),
     }
 
 

@@ -468,7 +468,8 @@ class Network(Event):
     text: str
     """From the ports' counters and NCCL's log."""
     nodes: Sequence[Mapping[str, Any]]
-    """For each node: host, sent (bytes by port), rate (GB/s of these ports)."""
+    """For each node: host, sent (bytes by port), rate (GB/s of the ports that carried the run),
+    ports (their number)."""
 
 
 class Notice(Event):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -201,22 +202,28 @@ def measured_as_text(measured: Measurement) -> Iterator[str]:
 
 def verdict_lines(measured: Measurement) -> Iterator[str]:
     """Compare the measured bandwidth with the rate of the ports; no line if the rate is unknown."""
-    rate = port_rate(measured)
+    nodes = measured.network.get("nodes", [])
+    rate = port_rate(measured, measured.ranks / max(1, len(nodes)))
     reduced = [
         row.busbw for row in measured.rows if row.op == "all_reduce" and row.time_us is not None
     ]
     if rate and reduced:
         yield f"all_reduce, busbw: {figures.bandwidth_verdict(max(reduced), rate)}"
+    rate = port_rate(measured, 1)
     if rate and measured.matrix:
         yield f"slowest pair: {figures.bandwidth_verdict(min(measured.matrix.values()), rate)}"
 
 
-def port_rate(measured: Measurement) -> float:
+def port_rate(measured: Measurement, ranks: float = math.inf) -> float:
     """Return the GB/s of the ports in use on the slowest node.
 
-    0 if it is unknown, or if there is only one node.
+    With `ranks`, only of as many ports: NCCL sends the data of a GPU over the nearest one. 0 if it
+    is unknown, or if there is only one node.
     """
-    rates = [float(node.get("rate", 0.0)) for node in measured.network.get("nodes", [])]
+    rates = [
+        float(node.get("rate", 0.0)) * min(1.0, ranks / node.get("ports", 1))
+        for node in measured.network.get("nodes", [])
+    ]
     return min(rates) if len(rates) > 1 else 0.0
 
 

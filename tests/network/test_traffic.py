@@ -37,7 +37,12 @@ def test_gloo_says_interface_bytes_and_that_there_is_no_infiniband() -> None:
     event, odd = traffic_event("gloo", nodes(3, eth0=4 * GB // 10), [0, 1, 2], [Log()] * 3)
     assert event.text == "gloo over eth0 on 3 nodes, 1.2 GB sent; no node has InfiniBand"
     assert odd == []
-    assert event.nodes[0] == {"host": "n0", "sent": {"eth0": 4 * GB // 10}, "rate": 12.5}
+    assert event.nodes[0] == {
+        "host": "n0",
+        "sent": {"eth0": 4 * GB // 10},
+        "rate": 12.5,
+        "ports": 1,
+    }
 
 
 def test_infiniband_that_gloo_leaves_alone_is_told() -> None:

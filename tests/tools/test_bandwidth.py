@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raydist.settings.config import Backend, Job
 from raydist.tools import bandwidth, bandwidth_ranks
-from raydist.tools.bandwidth_figures import OPS
+from raydist.tools.bandwidth_figures import OPS, Row
 from tests.ranks import RankResult, run_ranks
 
 GLOO = Job(backend=Backend(name="gloo", timeout_s=60))
@@ -120,6 +120,28 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
         ("barrier", 0),
     ]
     assert [pair["nodes"] for pair in data["pairs"]] == [["rank 0", "rank 1"]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "busbw", "pair", "verdicts"),
+    [
+        (16, 360.0, 45.0, ["360 of 400 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
+        (2, 45.0, 45.0, ["45 of 50 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
+        (16, 45.0, 6.0, ["45 of 400 GB/s, 11%: FAIL", "6 of 50 GB/s, 12%: FAIL"]),
+    ],
+)
+def test_a_rank_is_compared_with_the_one_port_that_nccl_gives_it(
+    ranks: int, busbw: float, pair: float, verdicts: list[str], tmp_path: Path
+) -> None:
+    """A pair of sound nodes with eight HCAs each used one, and was compared with all: FAIL."""
+    row = Row("all_reduce", 2**25, 1.0, busbw, busbw, 0)
+    nodes = [{"host": f"n{i}", "sent": {}, "rate": 400.0, "ports": 8} for i in range(2)]
+    measured = bandwidth.Measurement(
+        "nccl", ranks, [row], {(0, 1): pair}, ["n0", "n1"], {"nodes": nodes}, tmp_path
+    )
+    lines = [line.partition(": ")[2] for line in bandwidth.verdict_lines(measured)]
+    assert lines == verdicts
+    assert bandwidth.port_rate(measured) == 400.0
 
 
 @pytest.mark.parametrize(
