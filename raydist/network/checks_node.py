@@ -63,6 +63,8 @@ def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
     if gpus or backend == "nccl" or strict_mpi:
         found += [finding for node in nodes for check in WITH_GPUS for finding in check(job, node)]
         found += [finding for check_all in BETWEEN_GPUS for finding in check_all(job, nodes)]
+    elif backend == "mpi":
+        found += [finding for node in nodes for finding in check_storage(job, node)]
     if job.fabric.strict:
         found += backend_findings(backend, gpus)
     found += [finding for check_all in BETWEEN for finding in check_all(job, nodes)]
@@ -276,7 +278,7 @@ def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
             ""
             if choice.sure
             else f"PCIe does not show which HCAs are for storage: no GPU is near one; "
-            f"NCCL_IB_HCA=={names}, "
+            f"{'UCX_NET_DEVICES' if job.backend.name == 'mpi' else 'NCCL_IB_HCA='}={names}, "
         )
         yield Finding(
             "storage hcas",

@@ -96,7 +96,7 @@ def choose_devices(job: Job, node: Facts) -> DeviceChoice:
         ]
         candidates = close
     if candidates:
-        best = _widest_class(candidates)
+        best = _widest_class(candidates, bool(close))
         aside += [
             (hca.name, f"is {_describe_link(link_class(hca))}, not {_describe_link(best)}")
             for hca in candidates
@@ -130,10 +130,17 @@ def link_class(hca: Hca) -> LinkClass:
     return port.link_layer, port.gbps, prefix
 
 
-def _widest_class(hcas: list[Hca]) -> LinkClass:
-    """Return the link class whose HCAs have the most Gbit/s in total."""
+def _widest_class(hcas: list[Hca], close: bool) -> LinkClass:
+    """Return the link class whose HCAs have the most Gbit/s in total.
+
+    Unless they are `close` to GPUs, InfiniBand comes first: RoCE ports may be a host's plain NICs.
+    """
     count = Counter(link_class(hca) for hca in hcas)
-    return max(count, key=lambda each: (count[each] * each[1], each[1]))
+
+    def preference(each: LinkClass) -> tuple[bool, float, float]:
+        return not close and each[0] == "InfiniBand", count[each] * each[1], each[1]
+
+    return max(count, key=preference)
 
 
 def _describe_link(of: LinkClass) -> str:

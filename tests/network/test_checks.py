@@ -293,6 +293,25 @@ def test_where_no_gpu_tells_which_are_for_storage_the_choice_is_a_warning(tmp_pa
     assert look(sound(tmp_path, "b", Box((slow,)))) == []
 
 
+def test_mpi_without_gpus_takes_infiniband_and_says_that_it_guesses(tmp_path: Path) -> None:
+    """Two 100GbE ports have more Gbit/s than one HDR100 HCA: MPI left InfiniBand out, silently."""
+    infiniband, *ethernet = (
+        Card(f"mlx5_{i}", f"pci0000:00/0000:00:0{i}.0", (link,))
+        for i, link in enumerate(
+            (
+                Link(machines.EDR),
+                machines.roce("10.1.0.5", "eth1", rate=machines.EDR),
+                machines.roce("10.2.0.5", "eth2", rate=machines.EDR),
+            )
+        )
+    )
+    here = sound(tmp_path, "both", Box((infiniband, *ethernet)))
+    (finding,) = look(here, backend="mpi")
+    assert (finding.check, finding.level) == ("storage hcas", "warn")
+    assert "UCX_NET_DEVICES=mlx5_0," in finding.text
+    assert look(sound(tmp_path, "one", Box((infiniband,))), backend="mpi") == []
+
+
 def test_an_hca_that_was_asked_for_and_is_down_is_an_error(tmp_path: Path) -> None:
     down = replace(card().cards[0], name="mlx5_1", ports=(Link(state="1: DOWN"),))
     findings = look(
