@@ -25,6 +25,8 @@ from raydist.state.write import CHECKPOINTS, place_in_run
 RECORDS = (RESULT, EVENTS, "blame-*", NOTE, ".hydra/*", "logs/*", "track/*.json")
 LOOK_S = 0.5
 """Seconds between two searches for a checkpoint."""
+NAMED_S = 60.0
+"""Seconds within which a run reserves its storage once it is named by the time."""
 Warn = Callable[[str], None]
 
 
@@ -32,7 +34,7 @@ def reserve_run(job: Job) -> None:
     """Write the settings of the run to its storage, if it has one.
 
     Raises ConfigError if the storage can't be written (no such bucket, no credentials, no network,
-    a full disk).
+    a full disk), or if a run of another machine has just taken the same folder.
     """
     if not job.storage:
         return
@@ -40,9 +42,14 @@ def reserve_run(job: Job) -> None:
     file, text = run_folder(job) / CLAIM, json.dumps(as_saved(job), indent=1)
     try:
         with environment(job.env):
+            if not job.sweep.dir and is_named_now(Path(job.dir).name) and file.exists():
+                cause = f"a run that began in the same second elsewhere has {file.parent}"
+                raise ConfigError.of("storage", job.storage, cause, f"hydra.run.dir={job.dir}-2")
             if isinstance(file, Path):
                 file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
+    except ConfigError:
+        raise
     except Exception as error:
         cause = (
             f"it cannot be written ({object_store.reason(error)}); credentials belong into "
@@ -51,6 +58,19 @@ def reserve_run(job: Job) -> None:
         raise ConfigError.of(
             "storage", job.storage, cause, "storage=FOLDER", "storage=s3://BUCKET/FOLDER"
         ) from error
+
+
+def is_named_now(name: str) -> bool:
+    """Report whether a run folder has just been named by the time.
+
+    Such a name is unique on this machine only; a folder that is used again has an older or typed
+    name.
+    """
+    try:
+        began = time.mktime(time.strptime(name[:19], "%Y-%m-%d_%H-%M-%S"))
+    except ValueError:
+        return False
+    return abs(time.time() - began) < NAMED_S
 
 
 class RunCheckpoints:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from raydist.launch.run_storage import events_of_checkpoint
-from raydist.settings.config import Job
+from raydist.launch.run_storage import events_of_checkpoint, reserve_run
+from raydist.settings.config import Job, Sweep
+from raydist.shared.errors import ConfigError
 from raydist.state.object_store import parse_path
 from tests.records import event, line
 
@@ -42,3 +44,25 @@ def test_the_records_of_this_very_run_are_not_in_its_storage_yet(tmp_path: Path)
 @pytest.mark.parametrize("path", ["checkpoints/step-00000004", "model"])
 def test_a_folder_without_events(tmp_path: Path, path: str) -> None:
     assert list(events_of_checkpoint(str(tmp_path / path), Job(dir="runs/other"))) == []
+
+
+def test_two_runs_of_one_second_do_not_share_a_folder_of_the_storage(tmp_path: Path) -> None:
+    """Two machines named their runs by the same second: each pruned and resumed from the
+    checkpoints of the other."""
+    now = time.strftime("%Y-%m-%d_%H-%M-%S")
+
+    def reserve(machine: str, run: str, **more: Sweep) -> None:
+        folder = tmp_path / machine / "digits" / run
+        reserve_run(Job(name="digits", dir=str(folder), storage=str(tmp_path / "store"), **more))
+
+    reserve("one", now)
+    with pytest.raises(ConfigError, match="in the same second") as refused:
+        reserve("other", now)
+    assert refused.value.key == "storage"
+    assert refused.value.suggestion == f"hydra.run.dir={tmp_path}/other/digits/{now}-2"
+    reserve("other", f"{now}-2")
+    # These are the folders of earlier runs, or of the trial that is run again.
+    for _ in range(2):
+        reserve("one", "mine")
+        reserve("one", "2026-01-31_12-00-00")
+        reserve("one", now, sweep=Sweep(dir=str(tmp_path / "sweep")))
