@@ -111,12 +111,12 @@ def noted_address() -> str | None:
         (outer_folder(), folder_of_user(outer_folder()), folder_of_user(Path("/tmp")))
     ):
         with contextlib.suppress(OSError):
-            if address := read_address(folder / "ray" / "ray_current_cluster"):
+            if address := written_address(folder / "ray" / "ray_current_cluster"):
                 return address
     return None
 
 
-def read_address(path: Path) -> str:
+def written_address(path: Path) -> str:
     """Return the address in a file of this user or root, or "" if another user may have made it.
 
     A link could lead to a file of root with a text of another user, such as /proc/PID/comm, and

@@ -96,7 +96,7 @@ def choose_devices(job: Job, node: Facts) -> DeviceChoice:
         ]
         candidates = close
     if candidates:
-        best = _widest_class(candidates, bool(close))
+        best = _widest_class(candidates, infiniband_first=not node.devices)
         aside += [
             (hca.name, f"is {_describe_link(link_class(hca))}, not {_describe_link(best)}")
             for hca in candidates
@@ -130,15 +130,17 @@ def link_class(hca: Hca) -> LinkClass:
     return port.link_layer, port.gbps, prefix
 
 
-def _widest_class(hcas: list[Hca], close: bool) -> LinkClass:
+def _widest_class(hcas: list[Hca], infiniband_first: bool) -> LinkClass:
     """Return the link class whose HCAs have the most Gbit/s in total.
 
-    Unless they are `close` to GPUs, InfiniBand comes first: RoCE ports may be a host's plain NICs.
+    `infiniband_first`: whether that matters only within a link layer: the RoCE ports of a node
+    without GPUs may be its plain NICs.
     """
     count = Counter(link_class(hca) for hca in hcas)
 
     def preference(each: LinkClass) -> tuple[bool, float, float]:
-        return not close and each[0] == "InfiniBand", count[each] * each[1], each[1]
+        first = infiniband_first and each[0] == "InfiniBand"
+        return first, count[each] * each[1], each[1]
 
     return max(count, key=preference)
 

@@ -354,8 +354,11 @@ class Conductor:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
                 if (wrong := unreported_objective(trial, self._setup.objectives)) is not None:
                     self._end(wrong)
-            case Stopped():  # without an intent somebody has stopped this trial alone
+            case Stopped() as stopped:
                 self._tell(replace(trial, state=live.intent or "stopped"))
+                alone = not live.intent  # somebody has stopped this trial, not the sweep
+                if alone and self._setup.sweep.on_failure == "end":
+                    self._end(stopped)
             case RaydistError() as error:
                 self._fail(trial.number, error)
             case error:

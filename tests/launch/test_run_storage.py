@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_two_runs_of_one_second_do_not_share_a_folder_of_the_storage(tmp_path: P
     checkpoints of the other."""
     now = time.strftime("%Y-%m-%d_%H-%M-%S")
 
-    def reserve(machine: str, run: str, **more: Sweep) -> None:
+    def reserve(machine: str, run: str, **more: Any) -> None:
         folder = tmp_path / machine / "digits" / run
         reserve_run(Job(name="digits", dir=str(folder), storage=str(tmp_path / "store"), **more))
 

@@ -315,11 +315,9 @@ def test_where_the_time_of_a_run_went() -> None:
 
 
 def test_a_loop_that_counts_by_itself_is_believed() -> None:
-    done = at(
-        9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25, "data": 0.125}
-    )
+    done = at(9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25})
     parts = spent(*LAUNCH, at(9.4, "spent", rank=0, what="save", s=0.25), done).parts(10.0, T0 + 10)
-    expected = {"steps": 7.0, "evaluation": 0.5, "saves": 0.25, "waiting for data": 0.125}
+    expected = {"steps": 7.0, "evaluation": 0.5, "saves": 0.25}
     assert {name: parts[name] for name in expected} == expected
 
 

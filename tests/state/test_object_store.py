@@ -296,7 +296,7 @@ def test_a_folder_is_a_folder() -> None:
     assert run_folder(Job(name="n", dir="/x/n/now")) == Path("/x/n/now")
 
 
-class AccountStore(MemoryFileSystem):
+class AccountStore(MemoryFileSystem):  # type: ignore[misc]
     """A store whose driver takes the account from the URL, as that of Azure does."""
 
     protocol = "acct"

@@ -42,6 +42,7 @@ class Counted(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(4, 4)
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
