@@ -213,8 +213,11 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
     if alone and plan.world_size == 1 and not own_process:
         return explain_failure(inline.run_here(settle_job(job, plan), plan, call, events), events)
     attempts = Attempts(job, call, events)
-    with inline.in_thread(plan, events) as group:
-        carry_out(job, group, events, attempts)
+    try:
+        with inline.in_thread(plan, events) as group:
+            carry_out(job, group, events, attempts)
+    except Exception as error:
+        attempts.cut_short(as_raydist_error(error))
     return attempts.conclude()
 
 
