@@ -25,7 +25,7 @@ class Spent:
     paused_at: float | None = None
     """When the run made way, while it is paused."""
     earlier_s: float = 0.0
-    """Seconds in steps of earlier attempts."""
+    """Seconds in steps of earlier attempts, and of earlier loops of this one."""
     repeated_s: float = 0.0
     """The part of earlier_s in steps that a later attempt repeated."""
     counted_s: float | None = None
@@ -44,7 +44,7 @@ class Spent:
     waiting_s: float = 0.0
     """The part of `now` since the last report."""
     step_mean_s: float = 0.0
-    """Mean seconds of a step in the previous attempt."""
+    """Mean seconds of a step in the last attempt before this one that made steps."""
 
     def add(self, event: Event) -> None:
         """Process one event."""
@@ -59,6 +59,8 @@ class Spent:
             case kinds.Spent(rank=0):
                 self.now[event.what] = self.now.get(event.what, 0.0) + event.s
                 self.waiting_s += event.s if self.steps else 0.0
+            case kinds.Begin(rank=0) if self.counted_s is not None:
+                self._end_loop()  # another raydist.fit of the job
             case kinds.Done(rank=0) if event.spent and "step" in event.spent:
                 self.counted_s = float(event.spent["step"])
                 self.now = {what: s for what, s in event.spent.items() if what != "step"}
@@ -91,9 +93,14 @@ class Spent:
             self.waiting_s = 0.0
 
     def _end_attempt(self) -> None:
-        """Move this attempt's times to those of earlier attempts."""
+        """Begin the times of another attempt."""
         done = (self.steps[-1].step or 0) - (self.steps[0].step or 0) if self.steps else 0
-        self.step_mean_s = self._attempt_s() / done if done > 0 else 0.0
+        if done > 0:
+            self.step_mean_s = self._attempt_s() / done
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        """Move the times of a loop that has ended to those of earlier attempts."""
         self.earlier_s += self._attempt_s()
         for what, s in self.now.items():
             self.other_s[what] = self.other_s.get(what, 0.0) + s

@@ -241,7 +241,7 @@ class Figures:
             case kinds.Warning():
                 if happened.text in self.warnings or len(self.warnings) < WARNINGS:
                     self.warnings.setdefault(happened.text, Counter())[happened.rank] += 1
-            case kinds.Plan():
+            case kinds.HasPlan():
                 self.world_size = happened.world_size
             case kinds.Phase() if self.spent.launching:
                 self.launch[happened.name] = self.launch.get(happened.name, 0.0) + happened.s

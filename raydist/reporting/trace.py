@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from raydist.reporting.result import strict_json
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 
@@ -63,8 +64,10 @@ class Trace:
                 begin, args = event.t - event.s, {"path": event.path}
                 self._span(f"step {event.step}", begin, event.s, RUN, SAVES, args=args)
             case kinds.Failure():
-                self._open_failure = event
                 cause = event.cause
+                if self._open_failure is not None:  # it failed again before its next step
+                    self._failure(self._open_failure, cause["at"])
+                self._open_failure = event
                 text = f"{cause['how']} at step {cause['step']}"
                 self._mark(text, cause["at"], *self._seat(cause["rank"]))
             case kinds.Restarted() if self._open_failure is not None:
@@ -133,7 +136,7 @@ class Trace:
                 "pid": process,
                 "tid": thread,
                 **times,
-                "args": dict(args or {}),
+                "args": strict_json(args or {}),
             }
         )
 

@@ -314,6 +314,26 @@ def test_where_the_time_of_a_run_went() -> None:
     assert parts == pytest.approx({**known, "rest": 12 - sum(known.values())})
 
 
+def test_steps_are_repeated_also_after_an_attempt_that_made_none() -> None:
+    """The second attempt fails before its first step, and the third one repeats the two steps."""
+    second = changed(blame.failure_event(KILLED, [KILLED, ECHO], 0), t=T0 + 10.6)
+    counter = spent(*BROKEN, *RESTART[:2], second, *RESTART)
+    assert counter.repeated_s == pytest.approx(0.8)
+
+
+def test_each_training_of_a_job_counts() -> None:
+    second = [
+        at(10, "begin", rank=0, steps=5),
+        *[report(10 + step * 0.4, step) for step in range(1, 6)],
+    ]
+    first = at(9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25})
+    last = at(12.5, "done", rank=0, spent={"step": 1.5, "evaluate": 0.25, "save": 0.25})
+    assert spent(*LAUNCH, first, *second).step_s == pytest.approx(7.0 + 4 * 0.4)
+    parts = spent(*LAUNCH, first, *second, last).parts(12.5, T0 + 12.5)
+    expected = {"steps": 8.5, "evaluation": 0.75, "saves": 0.5}
+    assert {name: parts[name] for name in expected} == expected
+
+
 def test_a_loop_that_counts_by_itself_is_believed() -> None:
     done = at(9.5, "done", rank=0, spent={"step": 7.0, "evaluate": 0.5, "save": 0.25})
     parts = spent(*LAUNCH, at(9.4, "spent", rank=0, what="save", s=0.25), done).parts(10.0, T0 + 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import jsonschema
 
 import raydist
+from raydist.reporting.trace import trace_of
 from raydist.shared.errors import ConfigError
+from raydist.shared.kinds import Event
 from raydist.tools import watch
 from tests.faults import kill, training
+from tests.records import event
 
 WHOLE, TEXT, MARK = (
     {"type": "integer", "minimum": 0},
@@ -104,6 +108,27 @@ def test_a_trace_has_launch_steps_saves_and_failures(tmp_path: Path, capsys: Any
     assert steps["step 3"]["args"]["loss"] > 0
     marks = {each["name"] for each in spans if each["ph"] == "i"}
     assert {"joined", "finished", "ended: finished", "killed at step 5"} <= marks
+
+
+def test_a_trace_of_a_diverged_run_that_failed_twice_is_whole() -> None:
+    def failed(at: float, text: str) -> Event:
+        cause = {"rank": 0, "host": "a", "how": "killed", "step": 1, "at": at}
+        return event("failure", t=at + 0.5, cause=cause, text=text, reason="", reached=1, others=[])
+
+    slots = [{"rank": 0, "host": "a", "ip": "10.0.0.1", "node": "a"}]
+    events = [
+        event("run", t=1.0, name="x", dir="x", pages=0),
+        event("plan", t=1.1, backend="gloo", world_size=1, slots=slots),
+        event("report", t=2.0, rank=0, step=1, values={"loss": 1.0}),
+        event("report", t=3.0, rank=0, step=2, values={"loss": math.nan}),
+        failed(4.0, "first"),
+        failed(6.0, "second"),
+        event("result", t=9.0, status="failed"),
+    ]
+    spans = assert_well_formed(json.dumps(trace_of(events)))
+    found = {each["name"]: each for each in spans if each["ph"] == "X"}
+    assert found["step 2"]["args"] == {"loss": "nan"}
+    assert (found["first"]["dur"], found["second"]["dur"]) == (2_000_000, 3_000_000)
 
 
 def test_a_folder_without_events_is_refused(tmp_path: Path, capsys: Any) -> None:

@@ -201,8 +201,35 @@ def test_a_rank_that_goes_on_hangs_no_more() -> None:
     hang = happened(12, "hang", text="rank 1 sleeps", ranks=[1], certain=False, s=9.0)
     model = fold([*RUN, happened(11, "pace", ranks={"1": [8, 0.4, 0.5]}), hang])
     assert model.ranks[1].state == "hangs"
+    model.add(happened(12.5, "pace", ranks={"1": [8, 0.4, 0.5]}))
+    assert model.ranks[1].state == "hangs"
+    model.add(report(12.8, 9, rank=1))
     model.add(happened(13, "pace", ranks={"1": [9, 0.4, 0.5]}))
     assert model.ranks[1].state == "runs"
+
+
+def test_a_run_with_another_number_of_ranks_has_this_number() -> None:
+    one = happened(
+        12, "resize", backend="gloo", world_size=1, slots=slots("node-a"), nodes=1, before=2
+    )
+    assert fold([*RUN, one]).sections()["state"]["world_size"] == 1
+
+
+def test_values_without_a_step_belong_to_the_newest_one() -> None:
+    steps = [report(float(step), 10 * step, loss=1.0) for step in range(1, 101)]
+    model = fold([*RUN[:6], *steps, happened(102, "report", rank=0, step=None, values={"acc": 1})])
+    assert model.steps[0] == 1000
+    assert list(model.curves["acc"].steps) == [1000]
+    assert list(model.curves["steps/s"].steps)[-1] == 1000
+
+
+def test_a_rank_that_slowed_the_others_is_no_alarm_after_a_restart() -> None:
+    slow = happened(5.9, "slow", text="rank 1 on node-b slows the others", ranks=[])
+    restart = RUN.index(next(each for each in RUN if each.kind == "restart"))
+    model = fold([*RUN[:restart], slow])
+    assert model.sections()["state"]["slow"] == "rank 1 on node-b slows the others"
+    model.add(RUN[restart])
+    assert model.sections()["state"]["slow"] == ""
 
 
 @pytest.mark.parametrize(

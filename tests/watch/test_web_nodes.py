@@ -88,6 +88,13 @@ def test_a_node_that_left_stays_at_its_times() -> None:
     assert lines["b"][-1] == pytest.approx(0.2)
 
 
+def test_a_node_that_is_lost_is_not_shown_as_present() -> None:
+    found = figures({"a": load(0.5), "b": load(0.98)}, {"a": load(0.6)})
+    assert found.present({"a"}) == {"a": found.newest["a"]}
+    assert found.present({"a", "b"}).keys() == {"a", "b"}  # it has ranks, and may be busy
+    assert found.present(set()).keys() == {"a"}  # a spare has none
+
+
 def test_half_a_line_is_the_mean_of_what_is_known() -> None:
     nan = math.nan
     assert list(halved([1, 2, 4, nan, nan, 8])) == [1.5, 4, 8]

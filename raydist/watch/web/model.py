@@ -97,12 +97,16 @@ class Model:
     """What the run waits for, or does outside of steps."""
     resume_check: str = ""
     """What came of the comparison after the last restart or resume (`train.check_resume`)."""
+    slow: str = ""
+    """Which ranks slow the others, in this attempt."""
     attempt: int = 1
     report_count: int = 0
     """Number of reports of rank 0."""
     longest_s: float = 0.0
     """The longest time between two events."""
     _rated_at: float = 0.0
+    _hung_at: dict[int, int] = field(default_factory=dict)
+    """By rank, its newest step when it was said to hang."""
 
     def add(self, event: Event) -> None:
         """Process one event."""
@@ -125,6 +129,7 @@ class Model:
                 self._seat()
             case kinds.StartsAttempt():
                 self.attempt += 1
+                self.slow = ""
                 self.progress.read(event)
                 step = event.step if isinstance(event, kinds.Restart) else self.progress.step or 0
                 self._mark("restart", step, event.t, event.text.partition("\n")[0])
@@ -141,7 +146,9 @@ class Model:
             case kinds.Hang():
                 for culprit in event.ranks:
                     self._note(culprit, state="hangs")
+                    self._hung_at[culprit] = self.steps.get(culprit, 0)
             case kinds.Slow():
+                self.slow = event.text
                 for each in event.ranks:
                     self._note(each["rank"], state="slow")
             case kinds.Failure():
@@ -235,11 +242,12 @@ class Model:
         step, t = event.step, event.t
         self.report_count += 1
         self.progress.read(event)
-        at = self.report_count if step is None else step
-        self.steps[0] = at
+        # Values without a step belong to the newest one.
+        newest = self.report_count if self.progress.step is None else self.progress.step
+        at = self.steps[0] = newest if step is None else step
         add_report(self.curves, event, at)
         rate, _ = self.progress.rates()
-        if rate > 0 and t - self._rated_at >= RATE_S:
+        if step is not None and rate > 0 and t - self._rated_at >= RATE_S:
             self._rated_at = t
             self.curves.setdefault(RATE, Curve()).add(at, t, rate)
 
@@ -247,8 +255,9 @@ class Model:
         self.lanes.add(event.t, event.ranks)
         for rank, (count, own, whole) in event.ranks.items():
             step = int(count)
-            row, before = self._row(int(rank)), self.steps.get(int(rank), 0)
-            state = "runs" if row.state == "hangs" and step > before else row.state
+            row = self._row(int(rank))
+            goes_on = step > self._hung_at.get(int(rank), 0)
+            state = "runs" if row.state == "hangs" and goes_on else row.state
             self._note(int(rank), own_s=own, step_s=whole, state=state)
             self.steps[int(rank)] = step
 
@@ -278,7 +287,7 @@ class Model:
             "failures": {
                 "failures": [failure_row(failure) for failure in self.figures.failures.found]
             },
-            "nodes": {"nodes": self.nodes.newest},
+            "nodes": {"nodes": self.nodes.present(self._hosts())},
             "checkpoints": {"checkpoints": [*self.checkpoints.values()][::-1]},
             "launch": {
                 "launch": {name: round(s, 3) for name, s in self.figures.launch.items()},
@@ -286,6 +295,10 @@ class Model:
             },
             "warnings": {"warnings": list(self.figures.warnings)[-WARNINGS:]},
         }
+
+    def _hosts(self) -> set[str]:
+        """Return the hosts that have ranks now."""
+        return {row.host for row in self.ranks.values()}
 
     def _shown_ranks(self) -> list[int]:
         """Return the ranks that the page shows.
@@ -330,7 +343,7 @@ class Model:
             "wall_s": round(figures.wall_s, 1),
             "checkpoint": figures.checkpoint,
             "failure": result.failure if result else "",
-            "slow": figures.slow.get("text", ""),
+            "slow": self.slow,
             "network": figures.network,
             "quiet_s": self.quiet_s,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -59,6 +59,18 @@ class NodeFigures:
     """Number of events in the newest column so far."""
     _loads: dict[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
     """By host, the time of its newest load, and the load with the counters of its ports."""
+
+    def present(self, hosts: Collection[str]) -> dict[str, Any]:
+        """Return the newest loads of these hosts, and of all that the newest event has.
+
+        The others are lost, or have left the run.
+        """
+        now = max((t for t, _ in self._loads.values()), default=0.0)
+        return {
+            host: load
+            for host, load in self.newest.items()
+            if host in hosts or self._loads[host][0] == now
+        }
 
     def for_next_run(self) -> NodeFigures:
         """Return this for another run in the same folder: it continues the lines."""
