@@ -241,7 +241,7 @@ def run_every_combination(arguments: argparse.Namespace) -> None:
     from raydist.sweeps.flow import run_sweep
 
     try:
-        run_sweep(
+        done = run_sweep(
             ["sweep.on_failure=end", *arguments.overrides],
             arguments.config_name,
             arguments.config_dir,
@@ -251,6 +251,8 @@ def run_every_combination(arguments: argparse.Namespace) -> None:
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
+    if done.exit_code:
+        raise SystemExit(done.exit_code)
 
 
 def run_composed(job: Job) -> None:

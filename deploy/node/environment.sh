@@ -55,18 +55,20 @@ fi
 process() {
     echo "$1 $(cat /proc/sys/kernel/random/boot_id) $(sed 's/.*)//' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f21)"
 }
+# One for each node and boot: nodes may share the home.
+note=~/.raydist/follows-$(cat /proc/sys/kernel/random/boot_id)
 # Ray's helper processes outlive a raylet that has lost its head. Without this, `ray down` leaves them on the other nodes.
 follow() {
     # shellcheck disable=SC2016 # the inner shell fills them in
     setsid bash -c "$(declare -f process)"'
-        process $$ >~/.raydist/follows; tail --pid="$0" -f /dev/null; ray stop --force' \
-        "$(pgrep -n -u "$(id -u)" -x raylet)" </dev/null >/dev/null 2>&1 &
+        process $$ >"$1"; tail --pid="$0" -f /dev/null; ray stop --force' \
+        "$(pgrep -n -u "$(id -u)" -x raylet)" "$note" </dev/null >/dev/null 2>&1 &
 }
 # The `follow` of an earlier Ray is no longer needed.
-if follower=$(cut -d' ' -f1 ~/.raydist/follows 2>/dev/null) && [ "$(process "$follower")" = "$(cat ~/.raydist/follows)" ]; then
+if follower=$(cut -d' ' -f1 "$note" 2>/dev/null) && [ "$(process "$follower")" = "$(cat "$note")" ]; then
     kill -- "-$follower" 2>/dev/null
 fi
-rm -f ~/.raydist/follows
+rm -f "$note"
 
 # ssh reached this node at the address in the cluster's file; the host name may resolve to 127.0.1.1.
 address=$(echo "${SSH_CONNECTION:-}" | cut -d' ' -f3)

@@ -40,6 +40,10 @@ if [ -n "${RAY_HEAD_IP:-}" ] && [ -f "$versions" ]; then
     fi
 fi
 
+# Nodes may share the home, and are set up at the same time.
+exec 9>"$HOME/.raydist/lock"
+flock 9
+
 # A torch that is part of the machine's image, built for its driver, is used; otherwise pip fetches one.
 if [ ! -x "$env/bin/python" ] || [ "$(version "$env/bin/python")" != "$has" ]; then
     "$python" -m venv --clear --system-site-packages "$env" || {

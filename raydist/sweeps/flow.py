@@ -61,6 +61,11 @@ class SweepResult:
     """By setting, its share of the variance of the first objective; empty without Optuna or with
     few trials."""
 
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that ran the sweep: 1 if no trial has finished."""
+        return int(not any(trial.state == "finished" for trial in self.trials))
+
 
 def sweep(
     job: str | Callable[..., Any], *space: str, args: Sequence[Any] = (), **kwargs: Any

@@ -235,7 +235,8 @@ def send(
 
 def reason_of_ray(error: Exception) -> str:
     """Return the last line of Ray's error: a traceback of the job server ends with the reason."""
-    return str(error).rstrip(". \n").splitlines()[-1]
+    lines = str(error).rstrip(". \n").splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 async def follow(client: JobSubmissionClient, name: str) -> Any:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse(words)
         warm_server.begin(arguments.overrides)
         done = run_sweep(arguments.overrides, arguments.config_name, arguments.config_dir)
-        return int(not any(trial.state == "finished" for trial in done.trials))
+        return done.exit_code
 
     return run_tool(sweep)
 

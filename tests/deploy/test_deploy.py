@@ -389,6 +389,18 @@ def test_a_pod_has_no_more_rights_than_it_needs(folder: Path) -> None:
     assert dashboard["ports"] == [{"port": 8265}]
 
 
+def test_deleting_a_training_leaves_a_cluster_its_firewall() -> None:
+    """`kubectl delete -k` deletes by kind and name."""
+    made = [
+        {
+            (each["kind"], each["metadata"]["name"])
+            for each in kuberay.build(DEPLOY / "kubernetes" / folder)
+        }
+        for folder in ("cluster", "job")
+    ]
+    assert made[0] & made[1] == set()
+
+
 def test_the_cluster_of_a_job_is_the_cluster() -> None:
     """Both are written out, so that each can be read alone."""
     cluster, job = (kuberay.build(DEPLOY / "kubernetes" / name)[0] for name in ("cluster", "job"))
@@ -509,7 +521,7 @@ def test_no_other_account_of_a_host_can_enter_rays_folder_in_a_container() -> No
 def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pid(
     tmp_path: Path,
 ) -> None:
-    """After a reboot the number in ~/.raydist/follows is some other process's."""
+    """After a reboot the number in its note is some other process's. Nodes may share the home."""
     script, stubs = DEPLOY / "node" / "environment.sh", tmp_path / ".raydist" / "env" / "bin"
     stubs.mkdir(parents=True)
     for name in (
@@ -520,10 +532,10 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pi
         (stubs / name).symlink_to("/bin/true")
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").touch()
-    follows, noted = (
-        tmp_path / ".raydist" / "follows",
-        f". {script}; process {{}} >~/.raydist/follows",
-    )
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    follows = tmp_path / ".raydist" / f"follows-{boot}"
+    noted = f'. {script}; process {{}} >"$note"'
+    (elsewhere := follows.with_name("follows-another-node")).write_text("1 another-node 1\n")
 
     def bash(words: str) -> None:
         env = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path / "ray")}
@@ -543,6 +555,7 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pi
             follows.write_text(other)
             bash(f". {script}")
             assert not follows.exists()
+            assert elsewhere.exists()
             assert sleeper.poll() is None, other
         follows.write_text(born)
         bash(f". {script}")

@@ -187,6 +187,12 @@ def test_a_failed_run_ends_the_sweep(error: BaseException, code: int, here: Path
     assert [job.seed for job in ran.jobs] == [1]
 
 
+def test_a_sweep_of_which_no_run_has_finished_has_failed(here: Path, ran: Ran) -> None:
+    ran.does = ends(RunFailed("died", result=None, exceptions={}))
+    assert train.main(["--multirun", "sweep.on_failure=skip", "seed=1,2,3"]) == 1
+    assert [job.seed for job in ran.jobs] == [1, 2, 3]
+
+
 def test_help_tells_all(here: Path, ran: Ran, capfd: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--help"]) == 0
     output = capfd.readouterr().out

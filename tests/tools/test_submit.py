@@ -201,3 +201,8 @@ def test_metadata_is_written_only_if_the_setting_is_on(
     reader(kinds.Cluster(address=""))
     reader(kinds.Result(**result()))
     assert [entry.get("raydist.result", entry["raydist.run_dir"]) for entry in entries] == written
+
+
+def test_an_error_of_ray_without_a_text_has_a_name() -> None:
+    assert submit.reason_of_ray(RuntimeError("Traceback\n  it is full. \n")) == "  it is full"
+    assert submit.reason_of_ray(TimeoutError()) == "TimeoutError"
