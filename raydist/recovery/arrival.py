@@ -28,6 +28,10 @@ class Arrival:
     first_step_at: float | None = None
     """When a step was first reported. A loop without collectives may report it before all ranks
     have joined."""
+    resumed_step: int = 0
+    """The step from which the loop continued."""
+    stepped: bool = False
+    """Whether a later step was reported: one of the same step may be an evaluation."""
 
     def add(self, event: Event) -> dict[str, float]:
         """Read one event; return the seconds of each part of the launch that it completes."""
@@ -35,8 +39,12 @@ class Arrival:
         match event:
             case kinds.Joined():
                 self.joined_at[event.rank] = event.t
-            case kinds.Report() if event.step is not None and self.first_step_at is None:
-                self.first_step_at = event.t
+            case kinds.Begin(rank=0):
+                self.resumed_step = event.resumed or 0
+            case kinds.Report() if event.step is not None:
+                self.stepped = self.stepped or event.step > self.resumed_step
+                if self.first_step_at is None:
+                    self.first_step_at = event.t
         if self.met_at is None and len(self.joined_at) == self.world_size:
             self.met_at = max(self.began, *self.joined_at.values())
         if self.met_at is None or (self.met_at, self.first_step_at) == before:
@@ -101,6 +109,11 @@ class Beginning:
             return [kinds.Phase(name=name, s=s) for name, s in parts.items()]
         cost = self._restart.add(rank, event)
         return [cost] if cost else []
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a rank has made a step."""
+        return self._arrival.stepped
 
     def running_s(self, now: float) -> float:
         """Return the seconds since all ranks have met, or since the attempt began."""

@@ -269,6 +269,7 @@ def run_attempt(
             error=supervisor.stop_signal,
             resize=supervisor.resize,
             made_way=supervisor.made_way,
+            stepped=supervisor.stepped,
         )
         group.hosts.record_attempt(
             first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow

@@ -80,6 +80,11 @@ class Meeting:
         self.running_s = self._beginning.running_s
         self.have_settled = self._beginning.have_settled
 
+    @property
+    def stepped(self) -> bool:
+        """Whether a rank has made a step."""
+        return self._beginning.stepped
+
     def add(self, rank: int, event: Event) -> list[kinds.Phase | kinds.Restarted]:
         """Record an event of a rank; return the events that follow from it."""
         return [self._complete(each) for each in self._beginning.add(rank, event)]

@@ -57,7 +57,8 @@ class Retry:
     @property
     def reached(self) -> int:
         """The last step that any rank reached, in the last attempt whose ranks made one."""
-        return next((each.reached for each in reversed(self.past) if each.reached), 0)
+        made = (each.reached for each in reversed(self.past) if each.stepped and each.reached)
+        return next(made, 0)
 
     @property
     def since(self) -> float:

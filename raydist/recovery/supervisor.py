@@ -88,6 +88,11 @@ class Supervisor:
         return self._phase.record.stopped
 
     @property
+    def stepped(self) -> bool:
+        """Whether a rank has made a step."""
+        return self._meeting.stepped
+
+    @property
     def resize(self) -> str:
         """Why the ranks were stopped to change the number of nodes; empty if they were not."""
         return self._phase.record.resize

@@ -141,6 +141,8 @@ class Attempt:
     """Why the attempt was ended to change the number of nodes, as text; empty if it was not."""
     made_way: str = ""
     """For which other run the attempt was ended, as text; empty for none."""
+    stepped: bool = True
+    """Whether a rank made a step. Otherwise the steps in `ends` are those from which it resumed."""
 
     @property
     def reached(self) -> int:

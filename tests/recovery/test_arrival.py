@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raydist.recovery.arrival import RestartCost
+from raydist.recovery.arrival import Beginning, RestartCost
 from raydist.recovery.policy import Retry
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
@@ -54,6 +55,18 @@ def test_the_first_new_step_ends_a_restart(
     result = [(each.step, each.s, each.repeated, each.resized) for each in costs]
     assert result == ([cost] if cost else [])
     assert arrival.add(0, report(11)) is None or not cost  # once
+
+
+def test_an_attempt_that_made_no_step_hides_none_that_are_repeated() -> None:
+    """Its ranks end at the step from which they have resumed."""
+    again = Beginning(2, 100.0, Retry((FAILED,)))
+    for event in (begin(6), report(6)):  # an evaluation, then it fails
+        assert again.add(0, event) == []
+    ends = [replace(end, step=6) for end in FAILED.ends]
+    none = Attempt(ends=ends, stepped=again.stepped)
+    third = RestartCost(Retry((FAILED, none)))
+    (cost,) = [found for event in (begin(6), report(7)) if (found := third.add(0, event))]
+    assert cost.repeated == 3
 
 
 def test_only_rank_0_counts() -> None:
