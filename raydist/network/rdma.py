@@ -133,7 +133,7 @@ def link_class(hca: Hca) -> LinkClass:
 def _widest_class(hcas: list[Hca], infiniband_first: bool) -> LinkClass:
     """Return the link class whose HCAs have the most Gbit/s in total.
 
-    `infiniband_first`: whether that matters only within a link layer: the RoCE ports of a node
+    `infiniband_first`: take InfiniBand where there is some, because the RoCE ports of a node
     without GPUs may be its plain NICs.
     """
     count = Counter(link_class(hca) for hca in hcas)

@@ -8,14 +8,12 @@ hangs.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raydist.cluster import ray_private, reach
@@ -97,6 +95,7 @@ from raydist.node.rank_process import RankProcess
 from raydist.node.rank_spec import FromMpirun
 from raydist.node.writer import Writer, read_reply
 from raydist.shared.errors import LaunchError
+from raydist.shared.whole_file import write_at_once
 
 if TYPE_CHECKING:
     from raydist.network.facts import Facts
@@ -434,10 +433,3 @@ class RankAgent:
         self._tasks.add(task)  # the loop holds only weak references
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def write_at_once(path: Path, data: bytes) -> None:
-    """Write a file atomically: readers see the whole file or none."""
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    os.replace(part, path)

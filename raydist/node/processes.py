@@ -67,8 +67,8 @@ def end_children(within: float) -> bool:
     """SIGKILL all children, also those that a killed child leaves; return whether all have ended.
 
     Orphans become children of this subreaper. Those of another user do not count. `within`:
-    seconds. The kernel may be unable to end a
-    child that waits for a dead file server or a lost GPU (state D).
+    seconds. The kernel may be unable to end a child that waits for a dead file server or a lost GPU
+    (state D).
     """
     until = time.monotonic() + within
     while kill_children():

@@ -24,4 +24,5 @@ Imports nothing else from raydist. Defines the data types that driver, nodes and
                           stacks` work
     sysfs.py              Read small files of /sys and /proc; a missing file reads as empty
     version.py            The version of this package
+    whole_file.py         Write a file as a whole, or not at all
 """

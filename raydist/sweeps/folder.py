@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from raydist.shared.errors import ConfigError
 from raydist.shared.home import expand_home
+from raydist.shared.whole_file import write_at_once
 from raydist.sweeps.requests import Requests
 from raydist.sweeps.trial import Trial, all_settings
 from raydist.watch.web.sweep import RECORD, SUMMARY
@@ -80,13 +81,9 @@ class Folder:
 
     def _write(self, path: Path, text: str) -> None:
         """Write a file as a whole, or leave it as it is. A full disk does not end the sweep."""
-        part = path.with_name(f".{path.name}.part")
         try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
+            write_at_once(path, text.encode())
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             if not self._full:
                 self._full = True
                 self.warn(

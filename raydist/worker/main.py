@@ -23,6 +23,7 @@ from raydist.messages.wire import decode
 from raydist.settings import config, profiled
 from raydist.settings import in_place as in_place_settings
 from raydist.shared import ending, kinds
+from raydist.shared.whole_file import write_at_once
 from raydist.worker import backends, context, garbage, program, stacks, target
 from raydist.worker.channel import Channel
 from raydist.worker.debugger import Debugger
@@ -305,13 +306,9 @@ def write_pickle(path: str, value: Any) -> None:
     except Exception as error:
         context.warn(f"a {type(value).__name__} can't be pickled for the driver: {error}")
         return
-    part = Path(f"{path}.part")
     try:
-        part.write_bytes(packed)
-        os.replace(part, path)
+        write_at_once(Path(path), packed)
     except OSError as error:  # the disk is full
-        with contextlib.suppress(OSError):
-            part.unlink()
         context.warn(f"a {type(value).__name__} can't be written for the driver: {error}")
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from raydist.shared.whole_file import write_at_once
 from raydist.state.object_store import StoragePath
 
 FIRST_S = 3.0
@@ -139,7 +140,7 @@ class Mirror:
         if path.suffix == ".json":
             content = b"".join([block async for block in self.read(name, False)])
             if not path.exists() or path.read_bytes() != content:
-                begin_anew(path, content)  # nobody may read a part of it
+                write_at_once(path, content)
             return
         before, at = path.stat().st_size if path.exists() else 0, 0
         async for block in self.read(name, follow):
@@ -147,7 +148,7 @@ class Mirror:
             at += len(block)
             begun.set()
         if at < before and not follow:
-            begin_anew(path, path.read_bytes()[:at])
+            write_at_once(path, path.read_bytes()[:at])
         path.touch()
 
 
@@ -163,17 +164,8 @@ def add(path: Path, at: int, block: bytes) -> None:
         if block.startswith(known):
             file.write(block[len(known) :])
             return
-    begin_anew(path, path.read_bytes()[:at] + block)
-
-
-def begin_anew(path: Path, content: bytes) -> None:
-    """Replace a copy by a new file.
-
-    The name now belongs to another file, as in the folder of a new trial.
-    """
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content)
-    new.replace(path)
+    # The name now belongs to another file, as in the folder of a new trial.
+    write_at_once(path, path.read_bytes()[:at] + block)
 
 
 def stored(run: StoragePath) -> Read:

@@ -1,0 +1,22 @@
+"""Write a file as a whole, or not at all. (either side)"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_at_once(path: Path, data: bytes) -> None:
+    """Write a file atomically: readers see the whole file, or what was there before.
+
+    OSError: it can't be written, as on a full disk; nothing of it is left.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
