@@ -63,7 +63,12 @@ class Failure:
     resumed: int | None = None
     """The step from which the next attempt continued."""
     checkpoint: str = ""
-    """The newest checkpoint of a run that ended with this failure."""
+    """The newest checkpoint of a run that ended with this failure.
+
+    If the run has saved none, it is the one that the run itself continued from.
+    """
+    own_checkpoint: bool = True
+    """Whether the run has saved it."""
     why_last: str = ""
     """Why the run was not restarted."""
     status: str = "running"
@@ -120,7 +125,9 @@ class Failures:
     marks: dict[str, float] = field(default_factory=dict)
     """When each of PARTS of this attempt ended."""
     newest_checkpoint: tuple[int, str] = (0, "")
-    """The step and the path of the newest checkpoint."""
+    """The step and the path of the newest checkpoint of this run."""
+    resumed_from: tuple[int, str] = (0, "")
+    """The step and the path of the checkpoint that `resume=` named; empty for a new start."""
 
     @property
     def open(self) -> Failure | None:
@@ -136,7 +143,7 @@ class Failures:
         match happened:
             case kinds.Run():
                 self.found = []
-                self.newest_checkpoint = (0, "")
+                self.newest_checkpoint = self.resumed_from = (0, "")
                 self.before = happened.pages
             case kinds.HasPlan():
                 if now and isinstance(happened, kinds.Resize):
@@ -169,6 +176,8 @@ class Failures:
                 self.marks["rendezvous"] = t
             case kinds.Begin(rank=0):
                 self.marks["restore"] = t
+                if not (self.resumed_from[1] or self.newest_checkpoint[1]) and happened.checkpoint:
+                    self.resumed_from = (happened.resumed or 0, happened.checkpoint)
                 if now and now.restart:
                     now.resumed = happened.resumed
             case kinds.Restarted() if now:
@@ -237,7 +246,10 @@ class Failures:
             failure.why_last = failure.why_last or result.failure.partition("\n")[0]
         if failure.status == "restarted":  # its job completed no step
             return failure
-        step, failure.checkpoint = self.newest_checkpoint
+        failure.own_checkpoint = bool(self.newest_checkpoint[1])
+        step, failure.checkpoint = (
+            self.newest_checkpoint if failure.own_checkpoint else self.resumed_from
+        )
         failure.repeated = max(0, failure.reached - step)
         waited = failure.restart and "place" not in self.marks
         failure.parts["place" if waited else "save"] = max(0.0, result.t - failure.t)

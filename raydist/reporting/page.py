@@ -124,7 +124,8 @@ def advice_lines(failure: Failure, dir: str) -> list[str]:
     advice = advice_for(end_of(failure.cause))
     lines = [advice] if advice else []
     if failure.status in ("failed", "stopped") and failure.checkpoint:
-        lines.append(f"to continue from the checkpoint: the same command with resume={dir}")
+        named = dir if failure.own_checkpoint else failure.checkpoint
+        lines.append(f"to continue from the checkpoint: the same command with resume={named}")
     return lines
 
 

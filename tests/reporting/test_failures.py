@@ -128,6 +128,19 @@ def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
         assert words in text
 
 
+def test_a_resumed_run_that_saves_nothing_still_has_the_checkpoint_it_came_from() -> None:
+    earlier = "/runs/w/checkpoints/step-12"
+    resumed = [*LAUNCH[:3], at(1, "begin", rank=0, resumed=12, checkpoint=earlier), *LAUNCH[3:]]
+    ended = at(10.7, "result", status="failed", why_last="enough", failure="…")
+    text = page_of(*resumed, *BROKEN[len(LAUNCH) :], ended)
+    assert "step 12 is saved, 9 steps after it lost" in text
+    assert f"with resume={earlier}" in text
+    saved = at(9, "saved", rank=0, step=16, path="/runs/x/checkpoints/step-16", s=0.1)
+    text = page_of(*resumed, saved, *BROKEN[len(LAUNCH) :], ended)
+    assert "step 16 is saved, 5 steps after it lost" in text
+    assert "with resume=runs/x" in text
+
+
 def test_one_that_broke_again_before_its_first_step_is_a_failure_of_its_own() -> None:
     later = changed(failure(), t=T0 + 12, cause={**asdict(KILLED), "at": T0 + 11.9})
     first, second = fold_failures([*BROKEN, *RESTART[:-2], later])
