@@ -110,6 +110,8 @@ def run_sweep(
     space = Space(config)
     jobs = [checked(job) for job in space.jobs()]
     settings, objectives = jobs[0].sweep, parse_objectives(jobs[0].sweep.objective)
+    if resumed:
+        settings = samplers.go_on_with(settings, read_summary(str(resumed))["sampler"])
     sampler_name, most = samplers.choose_sampler(settings, space)
     if sampler_name in samplers.OPTUNA:
         optuna_study.check_optuna(sampler_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -48,6 +49,18 @@ class Random:
         return self._space.draw(self._seed, number)
 
     def tell(self, trial: Trial) -> None: ...
+
+
+def go_on_with(sweep: Sweep, recorded: str) -> Sweep:
+    """Return the settings of a resumed sweep: `auto` is the sampler with which it began.
+
+    With more trials `auto` may now mean a grid, whose first combinations would never run: their
+    numbers belong to random trials. ConfigError if somebody asks for that.
+    """
+    if sweep.sampler == "grid" and recorded != "grid":
+        cause = f"the sweep began with {recorded}, and a grid would lack its first combinations"
+        raise ConfigError.of("sweep.sampler", "grid", cause, f"sweep.sampler={recorded}")
+    return replace(sweep, sampler=recorded) if sweep.sampler == "auto" else sweep
 
 
 def choose_sampler(sweep: Sweep, space: Space) -> tuple[str, int]:

@@ -3,6 +3,7 @@ starts."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -81,3 +82,20 @@ def test_auto_is_a_grid_where_there_is_one() -> None:
     ):
         result = space(*overrides, *more)
         assert samplers.choose_sampler(next(result.jobs()).sweep, result) == chosen
+
+
+def test_a_sweep_with_more_trials_keeps_the_sampler_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of four combinations would be a grid: two of them were drawn already."""
+    overrides = ["optim.lr=0.1,0.01", "model=mlp,small_cnn"]
+    result = space(*overrides, "sweep.trials=4")
+    goes_on = samplers.go_on_with(next(result.jobs()).sweep, "random")
+    assert samplers.choose_sampler(goes_on, result) == ("random", 4)
+
+    monkeypatch.chdir(tmp_path)
+    record = {"overrides": [*overrides, "sweep.trials=2"], "config_name": "config"}
+    (tmp_path / "sweep.json").write_text(json.dumps({**record, "sampler": "random"}))
+    with pytest.raises(ConfigError, match=r"began with random.*set sweep\.sampler=random"):
+        flow.run_sweep([f"sweep.resume={tmp_path}", "sweep.trials=4", "sweep.sampler=grid"])
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
