@@ -203,7 +203,7 @@ def wait_for_change(run: OperatedRun, step: int, values: Values, after: int) -> 
 
 
 def stop(run: OperatedRun, connection: CommandLink, now: bool) -> None:
-    """Stop the run as Ctrl-C does; `now`: as a second Ctrl-C does.
+    """Stop the run as Ctrl-C does, and wait for its end; `now`: as a second Ctrl-C does.
 
     ConfigError: only the program that started it can, or its driver has other runs.
     """
@@ -216,6 +216,8 @@ def stop(run: OperatedRun, connection: CommandLink, now: bool) -> None:
     run.stopper.stop(Stopped(signal.SIGTERM))
     if now:
         run.stopper.stop(Stopped(signal.SIGINT))
+    # The command takes the end of the connection for that of the run, which may write for minutes.
+    run.ended.wait()
 
 
 def source_line(file: str, line: int) -> str:

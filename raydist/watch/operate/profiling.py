@@ -156,15 +156,16 @@ def gather(
         raise LaunchError(lines[0])
     out = new_file(folder, "profile", ".json.gz")
     parts_folder = out.parent / f".{profile.name}"
-    parts_folder.mkdir()
     snapshots = out.parent / out.name.replace(".json.gz", "-memory")
     wanted = [
         (rank, each.path, parts_folder / f"rank-{rank}.json.gz") for rank, each in made.items()
     ]
     if memories := [(rank, each.memory) for rank, each in made.items() if each.memory]:
-        snapshots.mkdir()
         wanted += [(rank, path, snapshots / f"rank-{rank}.pickle") for rank, path in memories]
     try:
+        parts_folder.mkdir()
+        if memories:
+            snapshots.mkdir()
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for _ in pool.map(lambda each: bring(group, *each), wanted):
                 pass

@@ -8,9 +8,12 @@ import secrets
 import socket
 import sys
 import threading
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
 
+from raydist.launch.limits import ANSWER_S
 from raydist.messages.operate import Refused
+from raydist.messages.wire import Message
 from raydist.shared.errors import ConfigError, last_line
 from raydist.shared.own_path import machine_id
 from raydist.watch.operate.answers import OperatedRun, answer
@@ -111,9 +114,19 @@ class OperateServer(AbstractContextManager["OperateServer"]):
 
     def _answer_all(self, connection: CommandLink) -> None:
         try:
-            while (request := connection.receive(REQUEST_S)) is not None:
+            while (request := self._request(connection)) is not None:
                 answer(self._run, request, connection)
-        except OSError:
+        except ConnectionError:  # the command has gone, or the run has ended
             raise
+        except FutureTimeoutError:  # on Python 3.10 this is not the built-in one
+            connection.send(Refused(f"an agent has not answered within {ANSWER_S:.0f} s", False))
         except Exception as error:
             connection.send(Refused(last_line(error), isinstance(error, ConfigError)))
+
+    @staticmethod
+    def _request(connection: CommandLink) -> Message | None:
+        """Return the next request; None: there is no other one."""
+        try:
+            return connection.receive(REQUEST_S)
+        except TimeoutError:
+            return None
