@@ -145,7 +145,8 @@ class Metrics(AbstractContextManager["Metrics"]):
                         self._set(series[0], event.t, **dict(series[1]))
             case kinds.Report(rank=0):
                 self._on_report(event)
-            case kinds.Saved():
+            case kinds.Saved() if self._figures.spent.paused_at is None:
+                # The last state of a run that waits in the queue is written after its Pause.
                 self._set("kept_timestamp_seconds", event.t, where="disk")
             case kinds.Hang():
                 self._set("hang_seconds", event.s)

@@ -100,6 +100,7 @@ def test_a_run_that_waits_in_the_queue_is_not_late(watched: Watched) -> None:
     watched.report(1, loss=1.0)
     watched.events.add(kinds.Saved(rank=0, step=1, path="x"))
     watched.events.add(kinds.Pause(number=1, text=""))
+    watched.events.add(kinds.Saved(rank=0, step=2, path="y"))  # its last state
     assert watched.gauges("step_timestamp_seconds") == {}
     assert watched.gauges("kept_timestamp_seconds") == {}
     watched.events.add(kinds.Begin(rank=0, steps=9))
