@@ -320,6 +320,14 @@ def test_news_leave_alone_what_has_not_changed(tmp_path: Path) -> None:
         events.add(kinds.Report(rank=0, step=203, values={"loss": 1.0}))
         browser.wait_until(f"{LOSS}.at(-1) == 203")
         assert browser.value("window.changes") == before
+        # Four columns, with years between the second and the third.
+        events.add(kinds.Restart(t=1.7e9 + 25, number=1, text="rank 1 on node-0"))
+        red = (
+            "((x) => { const [r, g, b] = document.querySelector('canvas.lane').getContext('2d')"
+            ".getImageData(x, 31, 1, 1).data; return r > 2 * g && r > 2 * b; })"
+        )
+        browser.wait_until(f"{red}(600 / 4 + 1)")
+        assert not any(browser.value(f"{red}({x})") for x in (1, 301, 451))
         assert status_of(f"{link}log?rank=nan")[0] == status_of(f"{link}curves?from=inf")[0] == 400
         assert_only_local(browser)
         argv = [sys.executable, "-m", "raydist.tools.watch", str(run), "--export", "a.html"]

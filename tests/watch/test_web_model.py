@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from raydist.watch.web.mirror import Mirror, stored
 from raydist.watch.web.model import Model
 from raydist.watch.web.node_figures import port_rates
 from raydist.watch.web.runs import TAIL, find_place, run_row
+from raydist.watch.web.server import PageServer
 from tests.records import changed, event, line
 
 
@@ -97,12 +99,16 @@ def test_a_curve_has_each_step_once_whatever_was_repeated() -> None:
 def test_a_run_that_goes_on_in_its_folder_goes_on_with_its_curves() -> None:
     again = [
         happened(20, "run", name="mine", dir="x", target="", pages=1),
+        happened(20.5, "report", rank=0, values={"loss": 6.0}),  # before the first step
         report(21, 8, loss=5.0),
         report(22, 9, loss=4.0),
     ]
     model = fold(RUN + again)
     assert list(model.curves["loss"].steps) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert (model.attempt, model.figures.failures.found) == (1, [])
+    state = model.sections()["state"]
+    assert (state["began"], state["run_began"]) == (0, 20)
+    assert min(model.curves["loss"].times) >= state["began"]
 
 
 def test_what_is_no_number_is_a_gap() -> None:
@@ -407,6 +413,13 @@ def test_runs_are_found_by_folder_and_by_age(tmp_path: Path) -> None:
     assert run_row("c/large", large)["status"] == "finished"
     write(large, [happened(20, "result", status="finished"), happened(21, "run", name="mine")])
     assert run_row("c/large", large)["status"] == "running"
+
+
+def test_a_run_in_a_hidden_folder_has_a_page_if_it_is_the_first(tmp_path: Path) -> None:
+    write(tmp_path / ".scratch", RUN)
+    request: Any = SimpleNamespace(query={})
+    found = PageServer(tmp_path, ".scratch", "token").run(request)
+    assert found.folder == tmp_path / ".scratch"
 
 
 def test_files_from_elsewhere_come_when_they_are_read(

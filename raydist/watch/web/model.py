@@ -102,6 +102,10 @@ class Model:
     attempt: int = 1
     report_count: int = 0
     """Number of reports of rank 0."""
+    began: float | None = None
+    """Time of the first event in the folder: where the time axis of all charts begins."""
+    earlier_step: int = 0
+    """The newest step of earlier runs in the folder."""
     longest_s: float = 0.0
     """The longest time between two events."""
     _rated_at: float = 0.0
@@ -113,9 +117,16 @@ class Model:
         if isinstance(event, kinds.Run):  # another run in the same folder continues its curves
             nodes = self.nodes.for_next_run()
             anew = Model(
-                run=event, curves=self.curves, lanes=self.lanes, nodes=nodes, waits="for Ray"
+                run=event,
+                curves=self.curves,
+                lanes=self.lanes,
+                nodes=nodes,
+                waits="for Ray",
+                began=self.began,
+                earlier_step=self._newest_step(),
             )
             vars(self).update(vars(anew))
+        self.began = event.t if self.began is None else self.began
         if isinstance(event, kinds.Report) and event.rank:
             self.steps[event.rank] = event.step or 0  # most events of a large run: the step counts
             return
@@ -242,14 +253,17 @@ class Model:
         step, t = event.step, event.t
         self.report_count += 1
         self.progress.read(event)
-        # Values without a step belong to the newest one.
-        newest = self.report_count if self.progress.step is None else self.progress.step
-        at = self.steps[0] = newest if step is None else step
+        at = self.steps[0] = self._newest_step() if step is None else step
         add_report(self.curves, event, at)
         rate, _ = self.progress.rates()
         if step is not None and rate > 0 and t - self._rated_at >= RATE_S:
             self._rated_at = t
             self.curves.setdefault(RATE, Curve()).add(at, t, rate)
+
+    def _newest_step(self) -> int:
+        """Return the step to which values without one belong; a job may have none at all."""
+        step = self.progress.step
+        return self.earlier_step + self.report_count if step is None else step
 
     def _on_pace(self, event: kinds.Pace) -> None:
         self.lanes.add(event.t, event.ranks)
@@ -326,7 +340,8 @@ class Model:
         return {
             "name": self.run.name if self.run else "",
             "dir": self.run.dir if self.run else "",
-            "began": figures.began,
+            "began": self.began,
+            "run_began": self.run.t if self.run else None,
             "status": result.status if result else "running",
             "job": [self.cluster.job, self.cluster.dashboard] if self.cluster else ["", ""],
             "attempt": self.attempt,

@@ -118,7 +118,8 @@ class PageServer:
         from aiohttp import web
 
         name = request.query.get("run") or self.first
-        if name in self.followed or name in runs_below(self.root) or self._is_trial(name):
+        found = name and name == self.first  # it may be in no list: a hidden folder
+        if found or name in self.followed or name in runs_below(self.root) or self._is_trial(name):
             return self.follow(name)
         raise web.HTTPNotFound(headers=HEADERS)
 
@@ -358,7 +359,7 @@ def run_curves(
 ) -> dict[str, object]:
     """Return the curves of a run, thinned to a screen, and when it began."""
     pieces = {name: (True, curve.piece(low, high, by)) for name, curve in run.model.curves.items()}
-    return {"began": run.model.figures.began, "curves": pieces}
+    return {"began": run.model.began, "curves": pieces}
 
 
 async def run_settings(run: FollowedRun) -> SavedSettings:

@@ -16,6 +16,7 @@ const sections = {
     fileNumber = number;
   },
   state(news) {
+    if (state.run_began && news.run_began !== state.run_began) readSettings();
     state = news;
     document.title = `${news.name} · ${news.status}`;
     $("#trace").download = fileName(`${news.name}-trace.json`);
@@ -105,14 +106,15 @@ function drawLane(canvas) {
   const known = shares.filter((one) => one >= 0);
   canvas.setAttribute("aria-label", known.length ? `own work: ${known[known.length - 1]}% of a step` : "not timed");
   context.clearRect(0, 0, width, height);
-  const [first, last] = [lanes.times[0], lanes.times[lanes.times.length - 1]], step = width / Math.max(1, shares.length);
+  const step = width / Math.max(1, shares.length);
   shares.forEach((own, i) => {
     if (own < 0) return;
     context.fillStyle = colour("wait"); context.fillRect(i * step, 0, step + 1, height);
     context.fillStyle = colour("blue"); context.fillRect(i * step, height * (1 - own / 100), step + 1, height * own / 100);
   });
   context.fillStyle = colour("red");
-  for (const mark of marks) if (mark.kind === "restart" && mark.t >= first && last > first) context.fillRect((mark.t - first) / (last - first) * (width - 4), 0, 4, height);
+  // In its column: all are equally wide, however long the time between them.
+  for (const mark of marks) if (mark.kind === "restart") context.fillRect(lanes.times.findLastIndex((t) => t <= mark.t) * step, 0, 4, height);
 }
 
 // --- buttons: what the driver of the run is asked
