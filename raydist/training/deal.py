@@ -72,10 +72,11 @@ class Deal(IterableDataset[Step]):
     """Whether the last items make a step as well, if they are fewer than `count`."""
 
     def __iter__(self) -> Iterator[Step]:
-        for each in epoch_setters(self.items):
-            each.set_epoch(self.epoch)
         if not self.stateful:
             seed_generators(self.items, self.epoch)
+        # Afterwards: it may seed a generator of the source itself, as the job wants it.
+        for each in epoch_setters(self.items):
+            each.set_epoch(self.epoch)
         if self.state is not None:
             self.items.load_state_dict(self.state)
         passed_over = self.begin if self.state is None else 0
@@ -214,13 +215,13 @@ def seed_generators(items: Any, epoch: int) -> None:
     A process that continues in a later epoch has not drawn what came before. In the first epoch
     the generators are left as the job has made them.
     """
-    for part in source_parts(items):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            drawn = generator in FIRST_SEEDS
-            first = FIRST_SEEDS.setdefault(generator, generator.initial_seed())
-            if epoch or drawn:
-                generator.manual_seed(random_state.derive(first, epoch) if epoch else first)
+    parts = [getattr(part, "generator", None) for part in source_parts(items)]
+    # A loader and its sampler may share one.
+    for generator in {part for part in parts if isinstance(part, torch.Generator)}:
+        drawn = generator in FIRST_SEEDS
+        first = FIRST_SEEDS.setdefault(generator, generator.initial_seed())
+        if epoch or drawn:
+            generator.manual_seed(random_state.derive(first, epoch) if epoch else first)
 
 
 def source_parts(items: Any) -> Iterator[Any]:

@@ -601,3 +601,43 @@ def test_each_step_of_a_stream_has_the_checksum_of_what_was_read() -> None:
     assert hashes(Shuffled()) == [""] * 6
     # a sample without bytes
     assert hashes([lambda: 1] * 24, hashed=True) == [""] * 6
+
+
+class SeedsItself(OwnLoader):
+    """A loader that seeds its generator anew for each epoch, as many samplers do."""
+
+    def __init__(self, seed: int = 7) -> None:
+        self.seed = seed
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(self.seed + epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(SIZE, generator=self.generator).tolist())
+
+
+def test_a_loader_that_seeds_itself_has_the_seed_of_the_epoch() -> None:
+    """In the process that has read the earlier epochs, and in one that has not."""
+
+    def read(items: Any, epoch: int) -> list[Any]:
+        dealt = deal.Deal("loader", items, 1, list, (0,), False, epoch=epoch)
+        return [step.batches[0] for step in dealt]
+
+    whole = SeedsItself()
+    epochs = [read(whole, epoch) for epoch in range(3)]
+    assert read(SeedsItself(), 2) == epochs[2]
+    assert epochs[2] == torch.randperm(SIZE, generator=torch.Generator().manual_seed(9)).tolist()
+
+
+def test_a_generator_that_a_loader_shares_with_its_sampler_is_as_the_job_left_it() -> None:
+    drawn, same = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+    for each in (drawn, same):
+        torch.rand(3, generator=each)  # the job has split its data, for example
+    numbers = TensorDataset(torch.arange(SIZE))
+    dealt = deal.Deal(
+        "loader", DataLoader(numbers, 6, shuffle=True, generator=drawn), 1, list, (0,), False
+    )
+    found = [step.batches[0][0] for step in dealt]
+    plain = [batch[0] for batch in DataLoader(numbers, 6, shuffle=True, generator=same)]
+    assert torch.equal(torch.cat(found), torch.cat(plain))
