@@ -105,8 +105,9 @@ class Training:
                     began = time.perf_counter()
                 save_every = self.job.checkpoint.every
                 due = save_now or (save_every and progress.step % save_every == 0)
-                # The last step of an epoch of a map-style data set is saved after its evaluation.
-                save = due and (order.kind != "map" or order.more)
+                # The last step, and that of an epoch of a map-style data set, are saved after
+                # their evaluation.
+                save = due and progress.more and (order.kind != "map" or order.more)
                 if evaluate or save:
                     self.seconds["step"] += time.perf_counter() - began
                     if evaluate:
@@ -121,7 +122,8 @@ class Training:
                 evaluate_every = 0 if train.evaluate_steps else train.evaluate_every
                 if evaluate_every and order.epoch % evaluate_every == 0:
                     self._evaluate()
-                if save_every is None or save_now or progress.step % save_every == 0:
+                due = save_every is None or save_now or progress.step % save_every == 0
+                if due and progress.more:
                     self._save()
         self._finish_steps()
         self._evaluate()

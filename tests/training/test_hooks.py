@@ -325,6 +325,18 @@ def test_what_an_evaluation_changes_is_in_checkpoints_and_after_a_restart(tmp_pa
     assert restarted.losses == {step: whole.losses[step] for step in (3, 4)}
 
 
+@pytest.mark.parametrize(("steps", "evaluate_every"), [(6, 1), (4, 2)])
+def test_the_last_checkpoint_has_what_the_last_evaluation_changes(
+    steps: int, evaluate_every: int, tmp_path: Path
+) -> None:
+    """It is not due by the number of epochs; the checkpoint is, by that of steps."""
+    train = Train(steps=steps, evaluate_every=evaluate_every)
+    job = replace(BASE, train=train, snapshot=Snapshot(every=1), checkpoint=Checkpoint(every=2))
+    (rank,) = succeeded(run_ranks(1, job, lambda job: Kept(job, memory()), tmp_path))
+    assert max(rank.value.saved) == max(rank.value.hooked) == steps
+    assert torch.equal(rank.value.saved[steps], rank.value.hooked[steps])
+
+
 def test_a_pipeline_has_hooks_but_no_step_of_the_jobs_own(tmp_path: Path) -> None:
     def piped(job: Job) -> tuple[str, Any]:
         refused = refusal(job, train_step=once)
