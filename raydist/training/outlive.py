@@ -33,14 +33,17 @@ def outlive(comm: Comm, order: Order, model: torch.nn.Module, train: Callable[[]
     if why := unable(order) or (undivided(comm, model) if comm.sharded else ""):
         in_place.refuse(why)
         return train()
-    blueprint = Blueprint(model) if comm.sharded else None
+    blueprint, sizes = Blueprint(model) if comm.sharded else None, buffer_sizes(model)
 
     def begin_again() -> None:
         if blueprint is not None:
             blueprint.restore()
         meet_again(comm, in_place)
 
-    return in_place.outlive(train, begin_again, lambda: no_common_state(comm))
+    def why_not() -> str:
+        return no_common_state(comm) or ("" if comm.sharded else resized(model, sizes))
+
+    return in_place.outlive(train, begin_again, why_not)
 
 
 def meet_again(comm: DDPComm, in_place: InPlace) -> None:
@@ -77,6 +80,22 @@ def undivided(comm: Comm, model: torch.nn.Module) -> str:
     if context.rank().device.type == "cuda":
         return "a model in shards stays only on a CPU so far"
     return indivisible(model)
+
+
+def buffer_sizes(model: torch.nn.Module) -> dict[str, torch.Size]:
+    """Return the size of each buffer of a model, by name."""
+    buffers = model.named_buffers()
+    return {name: each.shape for name, each in buffers if not torch.nn.parameter.is_lazy(each)}
+
+
+def resized(model: torch.nn.Module, sizes: dict[str, torch.Size]) -> str:
+    """Return why a new rank, whose buffers have these sizes, cannot join, empty if it can.
+
+    DDP sends the buffers of one rank to all others before any state is loaded.
+    """
+    now = buffer_sizes(model)
+    changed = [name for name, size in sizes.items() if now.get(name) != size]
+    return f"the buffer {changed[0]} of the model has changed its size" if changed else ""
 
 
 def no_common_state(comm: Comm) -> str:

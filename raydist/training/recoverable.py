@@ -30,7 +30,13 @@ from raydist.state.snapshot import cloned
 from raydist.state.snapshot_layout import State
 from raydist.state.write import unloadable
 from raydist.training.checkpointer import SavedWhole, WholeCheckpointer
-from raydist.training.outlive import meet_again, no_common_state, used_before
+from raydist.training.outlive import (
+    buffer_sizes,
+    meet_again,
+    no_common_state,
+    resized,
+    used_before,
+)
 from raydist.training.snapshotter import Restored, load_buffers
 from raydist.worker import checkpoint, context, random_state
 from raydist.worker.backends.ddp import DDPComm
@@ -142,6 +148,7 @@ class Recoverable:
     def _attempts(self, comm: DDPComm, count: int) -> Iterator[int]:
         """Yield the steps of each attempt in which this process takes part."""
         in_place, begins_again = self._in_place, False
+        sizes = buffer_sizes(self._module)
         while True:
             try:
                 if begins_again and in_place is not None:
@@ -157,7 +164,7 @@ class Recoverable:
             except Exception as error:
                 if in_place is None or not in_place.is_called(error):
                     raise
-            in_place.park(no_common_state(comm))
+            in_place.park(no_common_state(comm) or resized(self._module, sizes))
             begins_again = True
 
     def _attempt(self, comm: DDPComm, count: int) -> Iterator[int]:

@@ -224,6 +224,40 @@ def test_a_stream_begins_anew_on_all_ranks() -> None:
     assert "kept" not in back
 
 
+class Positions(nn.Module):
+    """A model with a table that grows with its input and is in no checkpoint, as rotary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 3)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) > len(self.table):
+            self.table = torch.arange(len(inputs)) / 100
+        output: torch.Tensor = self.layer(inputs) + self.table[: len(inputs), None]
+        return output
+
+
+def growing(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
+    """Train a model whose buffer has grown in the ranks that stay, not in a new one."""
+    faults.add_faults(*struck)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(256, 10), torch.randint(3, (256,)))
+    return raydist.fit(config, train=data, loss=faults.cross_entropy, model=Positions())
+
+
+def test_a_buffer_that_has_grown_begins_anew_on_all_ranks() -> None:
+    words = ("train.steps=30", "restart.in_place=auto")
+    done = train(*words, struck=(kill(1, 10),), job=growing)
+    assert losses(done) == losses(train(*words, job=growing))
+    (back,) = events(done, "restarted")
+    assert "kept" not in back
+    assert back["why_not_kept"].endswith(
+        ("the buffer table of the model has changed its size", "it had lost a peer")
+    )
+
+
 class Block(nn.Module):
     """A block in which ranks are struck: in its forward pass at even steps, in backward at odd."""
 
