@@ -135,6 +135,14 @@ def unpack(memory: Any, size: int, length: int, clone: Cloned = "all") -> State:
     return state
 
 
+def check_room(need: int, left: int) -> None:
+    """Raise NoRoom if a slot of `need` bytes takes too much of `left` bytes of free memory."""
+    if need > MAX_SLOT * left:
+        raise NoRoom(
+            f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory are free"
+        )
+
+
 class SnapshotBuffer:
     """The slots of one rank."""
 
@@ -193,9 +201,15 @@ class SnapshotBuffer:
         if locked < 0:
             return True
         count = SLOTS - 1 if isinstance(self._device, HostDevice) else SLOTS
+        slots, size = {*range(count)} - {*self.steps.values()}, self.size(locked)
+        need, left = sum(size), cgroup.memory_left()
         try:
-            for slot in {*range(count)} - {*self.steps.values()}:
-                self._open(slot, *self.size(locked), False)
+            for slot in slots:
+                if need > self._room(slot):
+                    check_room(need, left)
+                    left -= need  # the memory is taken only when the slot is filled
+            for slot in slots:
+                self._open(slot, *size, False)
         except NoRoom:
             return False
         return True
@@ -373,11 +387,7 @@ class SnapshotBuffer:
         _, begin, room, *_ = read_words(self._page, at_slot(slot), SLOT_WORDS)
         write_words(self._page, at_slot(slot), -1)
         if (need := size + length) > room:
-            if need > MAX_SLOT * (left := cgroup.memory_left()):
-                raise NoRoom(
-                    f"a state takes {need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB of memory "
-                    "are free"
-                )
+            check_room(need, cgroup.memory_left())
             self._give_back(slot, begin, room)
             room = -(-(need + SLACK) // PAGE) * PAGE
             with GROWING:
@@ -385,6 +395,10 @@ class SnapshotBuffer:
                 self._grow(begin + room)
         write_words(self._page, at_slot(slot), -1, begin, room, size, length, whole)
         return self._map(slot, begin, room)
+
+    def _room(self, slot: int) -> int:
+        """Return the bytes that a slot may have where it is."""
+        return read_words(self._page, at_slot(slot), SLOT_WORDS)[2]
 
     def _grow(self, size: int) -> None:
         """Make the file larger. NoRoom: this process may not have such a large file."""

@@ -216,14 +216,17 @@ class BatchCopier:
         if isinstance(value, torch.Tensor):
             memory_format = self.format if value.dim() == 4 else torch.preserve_format
             return value.to(self.device, non_blocking=True, memory_format=memory_format)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not moves_itself(value):
             items = {key: self.copy(inner) for key, inner in value.items()}
             if type(value) is dict or not isinstance(value, MutableMapping):
                 return items
             mapping = copy.copy(value)
-            mapping.update(items)
+            try:
+                mapping.update(items)
+            except Exception:  # that of transformers' ModelOutput refuses
+                return items
             return mapping
-        if hasattr(value, "to"):
+        if moves_itself(value):
             value = copy.copy(value)  # some change themselves
             try:
                 return value.to(self.device, non_blocking=True)
@@ -239,6 +242,17 @@ def has_mover(value: Any) -> bool:
     """Report whether a batch has an object with a method `to` of its own, such as a graph."""
     if isinstance(value, torch.Tensor):
         return False
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not moves_itself(value):
         return any(map(has_mover, value.values()))
-    return hasattr(value, "to") or (isinstance(value, list | tuple) and any(map(has_mover, value)))
+    return moves_itself(value) or (isinstance(value, list | tuple) and any(map(has_mover, value)))
+
+
+def moves_itself(value: Any) -> bool:
+    """Report whether a value has a method `to`; a column or a field may have the name, too.
+
+    A mapping moves itself if it is on one device, as a tensordict, which moves back what is put
+    into it. Of others, such as those of transformers, each tensor is known.
+    """
+    kind = type(value)
+    on_one = not isinstance(value, Mapping) or hasattr(kind, "device")
+    return on_one and callable(getattr(kind, "to", None))

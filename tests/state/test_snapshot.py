@@ -31,6 +31,7 @@ from raydist.state.snapshot_layout import (
     blank_page,
     last_whole_step,
 )
+from tests.lagging import Lagging
 from tests.ranks import SERVER, start_server
 
 
@@ -234,6 +235,19 @@ def test_too_little_memory_is_said_and_leaves_the_states_that_are_there(
     with pytest.raises(NoRoom, match="a state takes 8 MiB, and 10 MiB of memory are free"):
         memory.write(2, state(2, 1 << 21))
     assert same(memory.read(memory.steps[1]), state(1))
+
+
+def test_states_beside_one_that_is_saved_have_memory_for_all_of_them(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot takes its memory when it is filled, so the free memory is that before all of them."""
+    memory = SnapshotBuffer(descriptor, Lagging())
+    size = 1 << 23
+    memory.lock(memory.write(1, state(1, size // 4)))
+    memory.settle()
+    for free, enough in ((2.6, False), (6.0, True)):
+        monkeypatch.setattr(cgroup, "memory_left", lambda free=free: int(free * size))
+        assert memory.room_while_saving() == enough
 
 
 def test_a_limit_of_file_sizes_is_said_as_too_little_memory_is(descriptor: int) -> None:

@@ -3,7 +3,7 @@ what becomes of a batch on its way to the device."""
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -109,6 +109,30 @@ class Encoding(UserDict[str, torch.Tensor]):
         return self.data[name]
 
 
+class Edges(NamedTuple):
+    """A batch with a part whose name is that of a method of tensors."""
+
+    frm: torch.Tensor
+    to: torch.Tensor
+
+
+class Output(OrderedDict[str, torch.Tensor]):
+    """A batch that takes no items, as ModelOutput of transformers."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("no update")
+
+
+class OnOneDevice(dict[str, torch.Tensor]):
+    """A batch that moves what is put into it to its own device, as a tensordict."""
+
+    device = "cpu"
+
+    def to(self, device: torch.device) -> OnOneDevice:
+        self.device = str(device)
+        return self
+
+
 class Graph:
     """A batch that moves itself, in place."""
 
@@ -135,3 +159,9 @@ def test_a_batch_keeps_its_type_on_the_way_to_the_device() -> None:
     assert moved.nodes.dtype is torch.float64
     assert graph.nodes.dtype is torch.float32
     assert type(copied({"x": (image, label)})["x"]) is list
+    edges = copied(Edges(image, label))
+    assert type(edges) is Edges
+    assert edges.frm.is_contiguous(memory_format=torch.channels_last)
+    assert copied(Output(x=image))["x"].is_contiguous(memory_format=torch.channels_last)
+    moved = BatchCopier(torch.device("meta"), torch.preserve_format).copy(OnOneDevice(x=image))
+    assert (type(moved), moved.device) == (OnOneDevice, "meta")
