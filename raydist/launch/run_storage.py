@@ -14,7 +14,7 @@ from raydist.settings.config import Job, as_saved
 from raydist.settings.run_folder import run_folder
 from raydist.shared import env_names, kinds
 from raydist.shared.errors import ConfigError, RaydistError
-from raydist.shared.events import Events, parse_event, read_events
+from raydist.shared.events import Events, parse_event, read_events, read_kind
 from raydist.shared.kinds import Event
 from raydist.shared.record_names import EVENTS, NOTE, RESULT
 from raydist.state import checkpoint_files, object_store, run_checkpoints
@@ -42,7 +42,7 @@ def reserve_run(job: Job) -> None:
     file, text = run_folder(job) / CLAIM, json.dumps(as_saved(job), indent=1)
     try:
         with environment(job.env):
-            if not job.sweep.dir and is_named_now(Path(job.dir).name) and file.exists():
+            if not job.sweep.dir and is_new(Path(job.dir)) and file.exists():
                 cause = f"a run that began in the same second elsewhere has {file.parent}"
                 raise ConfigError.of("storage", job.storage, cause, f"hydra.run.dir={job.dir}-2")
             if isinstance(file, Path):
@@ -60,17 +60,18 @@ def reserve_run(job: Job) -> None:
         ) from error
 
 
-def is_named_now(name: str) -> bool:
-    """Report whether a run folder has just been named by the time.
+def is_new(folder: Path) -> bool:
+    """Report whether a run folder has just been named by the time, and this is its first run.
 
     Such a name is unique on this machine only; a folder that is used again has an older or typed
-    name.
+    name, or the events of an earlier run.
     """
     try:
-        began = time.mktime(time.strptime(name[:19], "%Y-%m-%d_%H-%M-%S"))
+        began = time.mktime(time.strptime(folder.name[:19], "%Y-%m-%d_%H-%M-%S"))
     except ValueError:
         return False
-    return abs(time.time() - began) < NAMED_S
+    runs = read_kind(kinds.Run, folder / EVENTS) if (folder / EVENTS).exists() else ()
+    return abs(time.time() - began) < NAMED_S and len([*runs]) < 2
 
 
 class RunCheckpoints:

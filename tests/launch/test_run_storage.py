@@ -54,6 +54,9 @@ def test_two_runs_of_one_second_do_not_share_a_folder_of_the_storage(tmp_path: P
 
     def reserve(machine: str, run: str, **more: Any) -> None:
         folder = tmp_path / machine / "digits" / run
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "events.jsonl").open("a") as events:  # as a run does before
+            events.write(line(event("run", name="digits", dir=str(folder))))
         reserve_run(Job(name="digits", dir=str(folder), storage=str(tmp_path / "store"), **more))
 
     reserve("one", now)
@@ -62,6 +65,7 @@ def test_two_runs_of_one_second_do_not_share_a_folder_of_the_storage(tmp_path: P
     assert refused.value.key == "storage"
     assert refused.value.suggestion == f"hydra.run.dir={tmp_path}/other/digits/{now}-2"
     reserve("other", f"{now}-2")
+    reserve("one", now)  # it failed at once, and is typed again with resume=auto
     # These are the folders of earlier runs, or of the trial that is run again.
     for _ in range(2):
         reserve("one", "mine")
