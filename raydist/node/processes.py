@@ -131,13 +131,14 @@ def identify(pid: int) -> ProcessId:
     return ProcessId(pid, int(fields[19]) if fields else 0)
 
 
-def signal_process(process: ProcessId, number: int) -> None:
-    """Send a signal, as `kill` does, to a process that need not be a child.
+def signal_process(process: ProcessId, number: int) -> bool:
+    """Send a signal, as `kill` does, to a process that need not be a child; return whether it can.
 
     A process that has been reaped gets none, and neither does a later one with its pid.
     """
     if process.since and process == identify(process.pid):
-        kill(process.pid, number)
+        return kill(process.pid, number)
+    return False
 
 
 def holds_something(process: ProcessId) -> bool:
@@ -168,12 +169,11 @@ def session_members(rank: ProcessId) -> list[ProcessId]:
 async def end_all_of(processes: Iterable[ProcessId], within_s: float) -> ProcessId | None:
     """SIGKILL processes, which need not be children, and wait until they hold nothing any more.
 
-    Returns one that still does after `within_s` seconds, or None.
+    Returns one that still does after `within_s` seconds, or None. Those of another user, such as
+    what `sudo` has started, are left alone.
     """
     until = time.monotonic() + within_s
-    for each in processes:
-        signal_process(each, signal.SIGKILL)
-    for each in processes:
+    for each in [each for each in processes if signal_process(each, signal.SIGKILL)]:
         while holds_something(each):
             if time.monotonic() > until:
                 return each
