@@ -52,7 +52,13 @@ from raydist.messages.wire import Message
 from raydist.node import fork_launcher
 from raydist.node.agent_server import AgentServer, send_message
 from raydist.node.left_folders import lock_folder
-from raydist.node.warm_imports import ImportedFiles, ends_with, import_modules, uses_gpu
+from raydist.node.warm_imports import (
+    ImportedFiles,
+    ends_with,
+    import_modules,
+    is_imported,
+    uses_gpu,
+)
 from raydist.shared.own_path import own_folder
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -190,7 +196,7 @@ class Server(AgentServer):
         this server stopped.
         """
         folders = (*self.run_folders, self.folder)
-        missing = self.start == "fork" and any(sys.modules.get(name) is None for name in modules)
+        missing = self.start == "fork" and not all(map(is_imported, modules))
         others = [agent for agent in self.agents() if missing and agent is not asking]
         for agent in others:
             send_message(agent, Busy())

@@ -27,18 +27,23 @@ FileState = tuple[int, int, int, int]
 
 
 def import_modules(modules: Sequence[str]) -> Warm:
-    """Import modules, and MODULE:NAME as `from MODULE import NAME` does.
+    """Import modules; of MODULE:NAME also what a package imports only when NAME is asked for.
 
     One that fails here fails again in the rank, with its own traceback.
     """
-    failed, missing = {}, [name for name in modules if not is_imported(name)]
+    failed: dict[str, str] = {}
+    missing = [name for name in modules if not is_imported(name)]
     # Ranks share these pages, which the garbage collector would otherwise write to and copy.
     with uncollected() if missing else contextlib.nullcontext():
         for name in missing:
             module, _, own = name.partition(":")
+            if module in failed:
+                continue
             try:
-                # With a name it asks the module for that, which may import more.
-                __import__(module, fromlist=[own]) if own else importlib.import_module(module)
+                found = importlib.import_module(module)
+                # Not a submodule of that name: if it is the user's own, it may read RANK.
+                if own and imports_lazily(found):
+                    getattr(found, own, None)
             except BaseException as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         if "torch" in sys.modules:
@@ -48,10 +53,18 @@ def import_modules(modules: Sequence[str]) -> Warm:
 
 
 def is_imported(name: str) -> bool:
-    """Return whether a module, or MODULE:NAME, is there."""
+    """Return whether a module is there; of MODULE:NAME, whether asking for NAME imports nothing."""
     module, _, own = name.partition(":")
     found = sys.modules.get(module)
-    return found is not None and (not own or own in vars(found))
+    return found is not None and (not own or own in vars(found) or not imports_lazily(found))
+
+
+def imports_lazily(module: ModuleType) -> bool:
+    """Return whether a module may import what has a name when it is asked for the name (PEP 562).
+
+    As transformers does, whose module is of a class of its own.
+    """
+    return type(module) is not ModuleType or "__getattr__" in vars(module)
 
 
 def keep_operators() -> None:

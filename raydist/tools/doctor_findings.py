@@ -284,7 +284,7 @@ def check_imports(
         why = next(of_node[name] for of_node in errors if name in of_node)
         where = "every node" if len(bad) == len(hosts) else joined_names(bad)
         missing = re.search(r"No module named '(\w+)", why)
-        module = missing[1] if missing else name.partition(".")[0]
+        module = missing[1] if missing else re.split("[.:]", name)[0]
         brings = " ".join(sorted(set(packages.get(module, ()))))
         install = (
             f"python -m pip install {brings}"

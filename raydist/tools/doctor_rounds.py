@@ -123,7 +123,7 @@ class Rounds:
             {
                 name: why
                 for name, why in self._group.nodes.failed_imports(lead).items()
-                if preload.is_installed(name.split(".")[0])
+                if preload.lasting_modules([name])
             }
             for lead in self._leads
         ]

@@ -48,20 +48,35 @@ def __getattr__(name):
 """
 
 
+BROKEN = """
+from pathlib import Path
+Path(__file__).with_name("runs").open("a").write("x")
+raise OSError("no licence")
+"""
+
+
 def test_what_a_package_imports_for_a_name_is_imported_before_the_ranks_start(
     tmp_path: Path,
 ) -> None:
-    """As transformers does, and as `from package import submodule` does."""
-    (tmp_path / "lazy").mkdir()
-    (tmp_path / "lazy/__init__.py").write_text(LAZY)
-    (tmp_path / "lazy/models.py").write_text("class Model: ...\n")
-    (tmp_path / "lazy/data.py").write_text("")
+    """As transformers does. A submodule is left to the ranks: it may read which rank it is in."""
+    for name, text in {
+        "lazy/__init__.py": LAZY,
+        "lazy/models.py": "class Model: ...\n",
+        "lazy/data.py": "",
+        "company/__init__.py": "",
+        "company/ranks.py": "import os\nLOCAL_RANK = os.environ.get('LOCAL_RANK')\n",
+        "broken/__init__.py": BROKEN,
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     code = """
 import sys
-from pathlib import Path
 from raydist.node import warm_imports
-warm = warm_imports.import_modules(("lazy", "lazy:Model", "lazy:data", "lazy:missing"))
-print(*warm.failed, *(name for name in ("lazy.models", "lazy.data") if name in sys.modules))
+names = ("lazy", "lazy:Model", "lazy:data", "lazy:missing", "company", "company:ranks")
+warm = warm_imports.import_modules((*names, "broken", "broken:One", "broken:Other"))
+assert all(map(warm_imports.is_imported, ("lazy", "company", "company:ranks")))
+inside = [name for name in sys.modules if name.startswith(("lazy.", "company."))]
+print(*warm.failed, *inside)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -71,4 +86,5 @@ print(*warm.failed, *(name for name in ("lazy.models", "lazy.data") if name in s
         check=True,
         timeout=120,
     )
-    assert done.stdout.split() == ["lazy.models", "lazy.data"]
+    assert done.stdout.split() == ["broken", "lazy.models"]
+    assert (tmp_path / "broken/runs").read_text() == "x"  # once, not for each name
