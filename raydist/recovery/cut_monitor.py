@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,8 @@ is asked."""
 REACH_S = 0.75
 """Within these seconds a connection must be accepted, or refused."""
 WITNESS_S = 3.0
-"""Within these seconds a witness must answer: it may be busy."""
+"""After these seconds without an answer of a witness, which may be busy, others are asked. Its
+answer counts when it comes."""
 WITNESSES = 2
 """Other nodes that are asked."""
 
@@ -80,6 +81,8 @@ class CutMonitor(AbstractContextManager["CutMonitor"]):
         """The address of the driver's machine."""
         self._mute = set[str]()
         """The nodes that, as witnesses, did not answer in time: others are asked first."""
+        self._asked: dict[tuple[str, frozenset[Address]], Future[set[Address]]] = {}
+        """What witnesses were asked about the present suspects and have not answered yet."""
         self._closed = threading.Event()
 
     def __enter__(self) -> CutMonitor:
@@ -118,6 +121,7 @@ class CutMonitor(AbstractContextManager["CutMonitor"]):
             suspects = self._suspects.look(now) & self._addresses.keys()
         standby = self._group.hosts.standby
         if not suspects or standby is None or not standby.remains_without(suspects):
+            self._asked.clear()
             return
         if lost := self._examine(suspects):
             self._post(lost)
@@ -141,11 +145,19 @@ class CutMonitor(AbstractContextManager["CutMonitor"]):
         witnesses = self._choose_witnesses(suspects) if addresses else []
         if not witnesses:
             return None
+        keys = [(each.node.id, frozenset(addresses)) for each in witnesses]
         request = FindReached(tuple(addresses), REACH_S)
-        answers = [each.ask(request) for each in witnesses]
+        answers = [
+            self._asked.pop(key, None) or each.ask(request)
+            for key, each in zip(keys, witnesses, strict=True)
+        ]
         addresses -= reached_addresses(addresses, REACH_S)
         if addresses:
             wait(answers, WITNESS_S)
+        # The driver has looked again after an answer that came late was asked for.
+        self._asked |= {
+            key: answer for key, answer in zip(keys, answers, strict=True) if not answer.done()
+        }
         for each, answer in zip(witnesses, answers, strict=True):
             if not answer.done() or answer.exception() is not None:
                 self._mute.add(each.node.id)

@@ -105,10 +105,10 @@ def test_a_spare_takes_over_before_ray_gives_up_the_host(
     with running(rig, folder, *words) as run:
         victim = other_host(rig, folder)
         with lost(rig, victim, cut=True, cpus=1, env=ENV):
-            wait_until(lambda: events(folder, "restarted"), "the next step", 50)
+            wait_until(lambda: events(folder, "restarted"), "the next step", 120)
             (end,) = causes(folder)
             assert (end["how"], end["host"]) == ("lost", victim.name)
-            assert end["why"].startswith(UNREACHABLE)
+            assert end["why"].startswith(UNREACHABLE)  # Ray would have said something else
             (back,) = events(folder, "restarted")
             assert back["repeated"] <= 1
             assert back.get("kept") == (None if in_place == "off" else [0])
@@ -131,7 +131,7 @@ def test_an_elastic_run_shrinks_before_ray_gives_up_the_host_and_grows_again(
         assert len(old) == 1
         rig.cut(victim)
         try:
-            wait_until(lambda: len(slots(folder)) == 2, "two ranks", 50)
+            wait_until(lambda: len(slots(folder)) == 2, "two ranks", 120)
         finally:  # at once: Ray is to take the host for alive when the cable is plugged in again
             rig.restore(victim)
         (end,) = causes(folder)
