@@ -151,12 +151,7 @@ class Channel:
         """Send a piece of the queued events; return False if the agent reads nothing."""
         if not self._unsent:
             some = [self._queue.popleft() for _ in range(min(len(self._queue), AT_ONCE))]
-            lines = (
-                each
-                if isinstance(each, bytes)
-                else json.dumps(each.to_json(), default=str).encode()
-                for each in some
-            )
+            lines = (each if isinstance(each, bytes) else line_of(each) for each in some)
             self._unsent = b"".join(line + b"\n" for line in lines)
         until = time.monotonic() + (0.0 if self._stalled else STALL_S)
         while self._unsent:
@@ -287,3 +282,16 @@ class Channel:
         if gap and not self._reported_gap and context.rank().rank == 0:
             self.emit(kinds.Warning(text=gap))
         self._reported_gap = gap
+
+
+def line_of(event: Event) -> bytes:
+    """Return an event as JSON; if it has none, such as a dict with tuples as keys, a warning.
+
+    An exception would end the thread that sends, and the rank would be taken for stuck.
+    """
+    try:
+        return json.dumps(event.to_json(), default=str).encode()
+    except Exception as error:
+        rank = event.rank if isinstance(event, kinds.OfRank) else None
+        text = f"an event of the kind {event.kind} was not sent: {error}"
+        return json.dumps(kinds.Warning(rank=rank, text=text).to_json()).encode()

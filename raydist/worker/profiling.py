@@ -294,8 +294,9 @@ def reason_against(turn: ProfilerTurn, memory: bool) -> str:
 
 def profile_rank() -> AbstractContextManager[torch.profiler.profile]:
     """Profile all threads of this process, and its GPU if it uses one, in this thread."""
-    device = context.rank().device
-    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    # In this order: without CUDA in its torch, a rank that has a GPU has no device.
+    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if used and (device := context.rank().device).type == "cuda":
         # A new thread starts on GPU 0. The end of a profile waits for the GPU of its thread, and
         # would create a context of 0.5 GB there.
         torch.cuda.set_device(device)

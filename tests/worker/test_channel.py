@@ -136,6 +136,17 @@ def test_a_message_that_fails_does_not_end_the_channel(line: Line) -> None:
     assert "the rank has not imported torch" in line.lines.readline()
 
 
+def test_a_report_that_json_can_not_hold_is_a_warning_and_the_next_one_arrives(
+    line: Line,
+) -> None:
+    for step, values in ((1, {"confusion": {(0, 1): 5}}), (2, {"loss": 1.0})):
+        line.channel.emit(kinds.Report(rank=1, step=step, values=values))
+    first, second = line.receive(), line.receive()
+    assert (first["kind"], first["rank"]) == ("warning", 1)
+    assert first["text"].startswith("an event of the kind report was not sent: keys must be str")
+    assert (second["kind"], second["step"]) == ("report", 2)
+
+
 def test_a_forked_child_sends_nothing(line: Line) -> None:
     pid = os.fork()
     if pid == 0:

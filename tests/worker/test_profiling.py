@@ -16,19 +16,25 @@ from raydist.worker.profiling import Recording
 from raydist.worker.torch_private import ProfilerTurn
 
 
+@pytest.mark.parametrize("cuda", [True, False])
 def test_a_profile_is_made_on_the_gpu_of_its_rank(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool
 ) -> None:
-    """Each rank of a node had a context on GPU 0, too."""
+    """Each rank of a node had a context on GPU 0, too. Without CUDA in torch no device is asked."""
     used: list[Any] = []
 
     def set_device(device: torch.device) -> None:
         used.append((threading.current_thread().name, device))
 
     gpu = torch.device("cuda", 3)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def device(rank: context.Rank) -> torch.device:
+        assert cuda
+        return gpu
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(context.Rank, "device", property(lambda rank: gpu))
+    monkeypatch.setattr(context.Rank, "device", property(device))
     monkeypatch.setattr(torch_private, "profile_all_threads", nullcontext)
     me = context.Rank(rank=3, local_rank=3, world_size=4, run_dir=tmp_path)
     context.enter(context.Context(rank=me, emit=lambda event: None, beat=lambda step, phase: None))
@@ -39,4 +45,4 @@ def test_a_profile_is_made_on_the_gpu_of_its_rank(
         recording.drop()
     finally:
         context.enter(None)
-    assert used == [("raydist-profile", gpu)]
+    assert used == ([("raydist-profile", gpu)] if cuda else [])
