@@ -419,6 +419,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                 self._events.warn(
                     f"{text} started as new processes, each of which imports everything"
                 )
+            elif readers := opened.warm.rank_readers:
+                self._events.warn(
+                    f"{', '.join(readers)} on {slot.node.host}: at its import it reads which rank "
+                    "it is in, so this run's ranks import everything; later runs only this"
+                )
         return replies
 
     def _check_paths(

@@ -214,6 +214,8 @@ class Warm(ServerReply):
     """Whether a module has initialised CUDA, which does not work in a forked process."""
     pid: int = 0
     """The pid of the fork server."""
+    rank_readers: Sequence[str] = ()
+    """Modules that have read, while they were imported, which rank they are in."""
 
 
 @dataclass(frozen=True)

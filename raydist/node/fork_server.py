@@ -49,7 +49,7 @@ from pathlib import Path
 
 from raydist.messages.server import BeginRun, Busy, Claim, Claimed, ImportModules, Pong, Warm
 from raydist.messages.wire import Message
-from raydist.node import fork_launcher
+from raydist.node import fork_launcher, rank_readers
 from raydist.node.agent_server import AgentServer, send_message
 from raydist.node.left_folders import lock_folder
 from raydist.node.warm_imports import (
@@ -196,6 +196,8 @@ class Server(AgentServer):
         this server stopped.
         """
         folders = (*self.run_folders, self.folder)
+        alone = rank_readers.left_to_ranks(modules)
+        modules = [name for name in modules if name not in alone]
         missing = self.start == "fork" and not all(map(is_imported, modules))
         others = [agent for agent in self.agents() if missing and agent is not asking]
         for agent in others:
@@ -205,8 +207,11 @@ class Server(AgentServer):
             warm = import_modules(modules if self.start == "fork" else ())
         for agent in others:
             send_message(agent, Pong())
-        if warm.cuda:  # ranks forked from here would have no GPU
-            self.start = "spawn"
+        if warm.cuda or warm.rank_readers:
+            self.start = "spawn"  # ranks forked from here would have no GPU, or all be rank 0
+        if warm.rank_readers:
+            rank_readers.remember(warm.rank_readers)
+            self.reusable = False  # the next server leaves these packages out, and forks
         return warm
 
     def report_progress(self) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from raydist.messages.server import Warm
+from raydist.node import rank_readers
 from raydist.shared.imports import uncollected
 
 GPU_DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
@@ -32,6 +33,7 @@ def import_modules(modules: Sequence[str]) -> Warm:
     One that fails here fails again in the rank, with its own traceback.
     """
     failed: dict[str, str] = {}
+    readers: list[str] = []
     missing = [name for name in modules if not is_imported(name)]
     # Ranks share these pages, which the garbage collector would otherwise write to and copy.
     with uncollected() if missing else contextlib.nullcontext():
@@ -39,17 +41,19 @@ def import_modules(modules: Sequence[str]) -> Warm:
             module, _, own = name.partition(":")
             if module in failed:
                 continue
-            try:
-                found = importlib.import_module(module)
-                # Not a submodule of that name: if it is the user's own, it may read RANK.
-                if own and imports_lazily(found):
-                    getattr(found, own, None)
-            except BaseException as error:
-                failed[name] = f"{type(error).__name__}: {error}"
+            with rank_readers.noted_reads() as read:
+                try:
+                    found = importlib.import_module(module)
+                    # Not a submodule of that name, which ranks may import differently.
+                    if own and imports_lazily(found):
+                        getattr(found, own, None)
+                except BaseException as error:
+                    failed[name] = f"{type(error).__name__}: {error}"
+            readers += [name] if read else []
         if "torch" in sys.modules:
             importlib.import_module("raydist.worker.step_timer")  # or each rank would import it
             keep_operators()
-    return Warm(failed, uses_gpu(), os.getpid())
+    return Warm(failed, uses_gpu(), os.getpid(), readers)
 
 
 def is_imported(name: str) -> bool:

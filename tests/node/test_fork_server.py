@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib
 import json
 import mmap
 import os
@@ -1023,6 +1024,44 @@ def test_a_server_that_has_used_a_gpu_spawns_its_ranks(
     pid = line.fork(lambda: (os.getppid(), "poison" in sys.modules))
     assert line.receive(Ended) == Ended(pid, 0, 0, unittest.mock.ANY, unittest.mock.ANY)
     assert not line.value()[1]
+    node.close()
+
+
+RANK_ZERO = """
+from os import environ
+rank = int(environ.get("LOCAL_RANK", environ.get("RANK", 0)))
+"""
+
+
+def test_a_package_that_reads_its_rank_at_import_is_left_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightning's rank_zero_only: each rank was rank 0. The first server finds it out, and has
+    its ranks import everything; the next one forks them without this package."""
+    (tmp_path / "lit").mkdir()
+    (tmp_path / "lit/__init__.py").write_text("from lit import ranks")
+    (tmp_path / "lit/ranks.py").write_text(RANK_ZERO)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def see() -> tuple[int, bool]:
+        os.environ["LOCAL_RANK"] = "3"
+        forked = "raydist.node.warm_imports" in sys.modules
+        return importlib.import_module("lit").ranks.rank, forked
+
+    for number, (readers, forked) in enumerate(((["lit"], False), ([], True), ([], True))):
+        node = Node(tmp_path / str(number), modules=("cloudpickle",))
+        line = node.dial()
+        warm = line.imported("lit", "lit:ranks")
+        assert (list(warm.rank_readers), dict(warm.failed)) == (readers, {})
+        line.fork(see)
+        assert line.receive(Ended).code == 0
+        assert line.value() == (3, forked)
+        node.close()
+    later = 2 * 10**9
+    os.utime(tmp_path / "lit/__init__.py", (later, later))  # another version of it
+    node = Node(tmp_path / "again", modules=("cloudpickle",))
+    assert list(node.dial().imported("lit").rank_readers) == ["lit"]
     node.close()
 
 
