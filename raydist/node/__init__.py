@@ -68,8 +68,8 @@ and ends, and keeps their snapshots when a rank dies.
                           the replies
     rank_process.py       One start of a rank: its process, from the fork to the end that is
                           reported
-    rank_readers.py       Packages that only ranks may import: they read which rank they are in as
-                          they are imported
+    rank_readers.py       Packages that only ranks may import: at import they read which rank they
+                          are in
     rank_reports.py       What one start of a rank reports: events, output, NCCL's log, heartbeat,
                           an error
     rank_spec.py          The driver's request for a rank -> the complete spec of its process, on
