@@ -96,7 +96,9 @@ def choose_devices(job: Job, node: Facts) -> DeviceChoice:
         ]
         candidates = close
     if candidates:
-        best = _widest_class(candidates, infiniband_first=not node.devices)
+        # A machine with AMD GPUs has no `devices`.
+        without_gpus = not (node.devices or node.gpus)
+        best = _widest_class(candidates, job.backend.name == "mpi" and without_gpus)
         aside += [
             (hca.name, f"is {_describe_link(link_class(hca))}, not {_describe_link(best)}")
             for hca in candidates
@@ -134,7 +136,7 @@ def _widest_class(hcas: list[Hca], infiniband_first: bool) -> LinkClass:
     """Return the link class whose HCAs have the most Gbit/s in total.
 
     `infiniband_first`: take InfiniBand where there is some, because the RoCE ports of a node
-    without GPUs may be its plain NICs.
+    without GPUs, which MPI uses too, may be its plain NICs.
     """
     count = Counter(link_class(hca) for hca in hcas)
 

@@ -86,6 +86,24 @@ def test_without_pci_the_class_with_the_most_bandwidth_wins(tmp_path: Path) -> N
     )
 
 
+def test_only_mpi_without_gpus_takes_infiniband_before_roce(tmp_path: Path) -> None:
+    """A machine with AMD GPUs is read as one without, and trained over its storage HCA."""
+    storage = Card("mlx5_0", "pci0000:00/0000:00:01.0", (Link(machines.HDR),))
+    nics = [
+        Card(f"bnxt_re{i}", f"pci0000:00/0000:00:1{i}.0", (machines.roce(f"10.{i}.0.5", f"r{i}"),))
+        for i in range(8)
+    ]
+    here = facts(tmp_path, Box((storage, *nics)))
+
+    def chosen(job: Job, **more: object) -> list[str]:
+        node = replace(here, **more)  # type: ignore[arg-type]
+        return [hca.name for hca in rdma.choose_devices(job, node).hcas]
+
+    assert chosen(Job()) == [nic.name for nic in nics]
+    assert chosen(Job(backend=Backend("mpi"))) == ["mlx5_0"]
+    assert chosen(Job(backend=Backend("mpi")), gpus=("0", "1")) == [nic.name for nic in nics]
+
+
 def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
     down = Card("mlx5_1", "pci0000:00/0000:00:03.0", (Link(machines.HDR, state="1: DOWN"),))
     up = Card("mlx5_0", "pci0000:00/0000:00:02.0")
