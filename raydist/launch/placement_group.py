@@ -66,9 +66,13 @@ def placed_group(
             if gang is not None:
                 held = gang.group
                 nodes = wait_until_placed(held, request, job.scale.wait_s, events)
-            else:
+                try:
+                    turn.note_placement(nodes)
+                except TurnPassed:
+                    gang.remove()
+                    gang = held = None
+            if gang is None:
                 held, nodes = group_in_turn(job, request, address, events, turn)
-            turn.note_placement(nodes)
             if turn.waited_s:
                 events.add(kinds.Phase(name="queue", s=turn.waited_s))
             plan = placement.assign_ranks(request, nodes)
@@ -194,7 +198,7 @@ class RayHosts(Hosts):
 def group_in_turn(
     job: Job, request: ResourceRequest, address: str, events: Events, turn: Turn
 ) -> tuple[Any, list[Node]]:
-    """Return a placement group that has room, and the node of each bundle.
+    """Return a placement group that has room, and the node of each bundle; note them in the queue.
 
     With the queue, it is created when it is this run's turn: of two groups that wait, Ray places
     the one that it tries first, and may keep a large one waiting forever.
@@ -206,7 +210,9 @@ def group_in_turn(
         held = steered_group(job, request, address, events)
         try:
             patience = turn.patience(job.scale.wait_s)
-            return held, wait_until_placed(held, request, patience, events, turn.check)
+            nodes = wait_until_placed(held, request, patience, events, turn.check)
+            turn.note_placement(nodes)
+            return held, nodes
         except BaseException as error:
             remove_placement_group(held)
             if not isinstance(error, TurnPassed):

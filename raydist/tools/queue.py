@@ -117,9 +117,8 @@ def follow_wish(wish: Wish) -> str:
     name = f"raydist queue {wish.act}"
     if wish.act == RESUME and not entry.paused_by:
         raise ConfigError.of(name, wish.run, "it is not paused", "raydist queue")
-    if wish.act in (PAUSE, CANCEL) and entry.has_room and not entry.yields:
-        cause = "raydist can't stop it after a step (queue.killable)"
-        raise ConfigError.of(name, wish.run, cause, f"raydist stop {entry.folder}")
+    if wish.act in (PAUSE, CANCEL):
+        check_stoppable(entry, wish)
     store.instruct(entry.id, Instruction(wish.act, owner(), wish.priority))
     until = time.monotonic() + TAKEN_S
     while store.instruction_for(entry.id) is not None:
@@ -131,9 +130,21 @@ def follow_wish(wish: Wish) -> str:
         return f"{entry.name} has the priority {wish.priority} now"
     if wish.act == RESUME:
         return f"{entry.name} waits in the queue again"
+    # It may have got its room just before its driver took the instruction.
+    entry = next((each for each in store.read_all().entries if each.id == entry.id), entry)
+    check_stoppable(entry, wish)
     if entry.has_room:
         return f"{entry.name} stops after a step, and keeps its state"
     return f"{entry.name} is {'paused' if wish.act == PAUSE else 'cancelled'}"
+
+
+def check_stoppable(entry: Entry, wish: Wish) -> None:
+    """Raise ConfigError if the run has its room and cannot be stopped after a step."""
+    if entry.has_room and not entry.yields:
+        cause = "raydist can't stop it after a step (queue.killable)"
+        raise ConfigError.of(
+            f"raydist queue {wish.act}", wish.run, cause, f"raydist stop {entry.folder}"
+        )
 
 
 def find_entry(entries: Sequence[Entry], run: str) -> Entry:

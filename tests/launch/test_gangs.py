@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib
+import signal
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +13,15 @@ from typing import Any, cast
 import pytest
 
 from raydist.cluster import placement
-from raydist.cluster.nodes import ResourceRequest
+from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
+from raydist.cluster.queue.turn import Turn, TurnPassed
 from raydist.launch import placement_group
 from raydist.launch.actors import Actors
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.placement_group import placed_group
 from raydist.messages.request import Request
+from raydist.shared.errors import Stopped
 from raydist.shared.events import Events
 from tests.launch.test_worker_group import JOB, node, two_nodes
 
@@ -75,3 +79,35 @@ def test_a_gang_that_lost_a_node_numbers_its_ranks_as_the_next_run_does(
         assert [slot.node.id for slot in group.plan.slots] == ["id-2", "id-2", "id-3", "id-3"]
         assert actors.plan == group.plan
         assert actors.started == [0, 2]
+
+
+def test_a_paused_run_gives_a_gang_back_before_its_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    class Paused(Turn):
+        """Of a run that is paused while it is placed, and then cancelled."""
+
+        def note_placement(self, nodes: Sequence[Node]) -> None:
+            raise TurnPassed
+
+        def wait(self) -> None:
+            raise Stopped(signal.SIGTERM)
+
+    removed: list[object] = []
+    plan = two_nodes()
+    actors = IdleActors(plan)
+    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    groups = importlib.import_module("ray.util.placement_group")
+    monkeypatch.setattr(groups, "remove_placement_group", removed.append)
+    monkeypatch.setattr(placement_group, "wait_until_placed", lambda *_: [node(1), node(2)])
+    gangs = OneGang(Gang(plan.request, {}, "group", cast("Actors", actors)))
+    with (
+        Events(tmp_path / "events.jsonl") as events,
+        pytest.raises(Stopped),
+        placed_group(JOB, plan.request, events, Paused(), gangs),
+    ):
+        pass
+    assert (actors.started, removed) == ([], ["group"])

@@ -58,7 +58,11 @@ WORKERS_S = 60
 
 
 class TurnPassed(Exception):
-    """Another run comes first now, and there is no room for this one's placement group."""
+    """This run's placement group must be given back.
+
+    Another run comes first now and there is no room for it, or a person has paused or cancelled the
+    run.
+    """
 
 
 class Turn:
@@ -86,7 +90,10 @@ class Turn:
         """
 
     def note_placement(self, nodes: Sequence[Node]) -> None:
-        """Note that the run has room. `nodes`: that of each bundle."""
+        """Note that the run has room. `nodes`: that of each bundle.
+
+        TurnPassed: the run must give it back; nothing may start there.
+        """
 
     def wanted_by(self) -> str:
         """Return the run that this one must make way for, as a text; empty if there is none."""
@@ -116,7 +123,7 @@ class QueuedTurn(Turn):
         self._events = events
         self._entry: Entry | None = None
         """Stays while the run is between two placements."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Held while the entry changes: the thread of `_beat` changes it as well."""
         self._over = threading.Event()
         self._request: WayRequest | None = None
@@ -203,10 +210,13 @@ class QueuedTurn(Turn):
         # A request that came as the run left another placement.
         with contextlib.suppress(Exception):  # the GCS does not answer: it makes way in vain
             store.forget_request(self._own.id)
-        self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost, outside=False)
-        # A pause or cancellation that the thread of `_beat` read while Ray placed the run.
-        if self._own.paused_by or self._ends:
-            self._leave(self._ends or instruction_text(PAUSE, self._own.paused_by))
+        with self._lock:
+            # The thread of `_beat` read a pause or cancellation while Ray placed the run. It leaves
+            # before its ranks start: a program could not be stopped after a step.
+            if self._own.paused_by or self._ends:
+                self._change(state=WAITING)
+                raise TurnPassed
+            self._change(state=RUNNING, placed=now, held=held, stop=self._stop_cost, outside=False)
 
     def wanted_by(self) -> str:
         request = self._request
@@ -313,12 +323,15 @@ class QueuedTurn(Turn):
         elif instruction.act == RESUME:
             self._change(paused_by="")
         elif instruction.act in (PAUSE, CANCEL):
-            if instruction.act == PAUSE:
-                self._change(paused_by=instruction.by)
-            else:
-                self._ends = command
-            if self._own.state == RUNNING:
-                self._leave(command)
+            with self._lock:  # until it has left: the run may just be placed
+                if self._own.has_room and not self._own.yields:
+                    return  # typed when it had no room
+                if instruction.act == PAUSE:
+                    self._change(paused_by=instruction.by)
+                else:
+                    self._ends = command
+                if self._own.state == RUNNING:
+                    self._leave(command)
 
     def _obey(self, request: WayRequest) -> None:
         """Do what another run asks of this one."""

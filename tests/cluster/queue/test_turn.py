@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,9 +12,10 @@ from raydist.cluster import placement, ray_private
 from raydist.cluster.queue import others, store, turn, wait_limits
 from raydist.cluster.queue.entry import (
     CANCEL,
-    LEAVING,
     PAUSE,
     PLACING,
+    RUNNING,
+    WAITING,
     Entry,
     Instruction,
     WayRequest,
@@ -22,8 +23,10 @@ from raydist.cluster.queue.entry import (
 from raydist.cluster.queue.order import Cluster, Verdict
 from raydist.cluster.queue.outer import KUBERAY_TAGS, has_outer_queue
 from raydist.settings.config import Backend, Job, Queue, Scale
-from raydist.shared.errors import LaunchError
+from raydist.shared.errors import ConfigError, LaunchError, Stopped
 from raydist.shared.events import Events
+from raydist.shared.kinds import Event
+from raydist.tools.queue import Wish, follow_wish
 from tests.cluster.queue.test_order import NOW, node, runs, waits
 
 
@@ -48,9 +51,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+class Unread:
+    """Events that nobody reads."""
+
+    def add(self, event: Event) -> None:
+        """Do nothing."""
+
+
 def urgent(monkeypatch: pytest.MonkeyPatch, found: store.Everything) -> turn.QueuedTurn:
     """Return the turn of an urgent run that sees these entries in the store."""
-    own: Any = turn.QueuedTurn(Job(queue=Queue(enabled=True)), None)  # type: ignore[arg-type]
+    own: Any = turn.QueuedTurn(Job(queue=Queue(enabled=True)), cast("Events", Unread()))
     own._entry = waits("urgent", priority=100)
     monkeypatch.setattr(store, "read_all", lambda: found)
     return own  # type: ignore[no-any-return]
@@ -103,17 +113,46 @@ def test_room_just_given_back_is_waited_for(
     assert own._look().asks.keys() == {"other/0"}
 
 
+@pytest.mark.parametrize("yields", [True, False])
 @pytest.mark.parametrize("act", [PAUSE, CANCEL])
 def test_a_run_that_is_paused_or_cancelled_while_it_is_placed_leaves(
-    act: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    act: str, yields: bool, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
+    """Its ranks started first; a program was then stopped after a minute, wherever it was."""
     own = urgent(monkeypatch, store.Everything([], {}))
-    own._change(state=PLACING)
+    own._change(state=PLACING, yields=yields)
     own._follow(Instruction(act, "ana@login"))
-    assert own.wanted_by() == ""
-    own.note_placement([node(1, 0)])
-    assert own.wanted_by() == f"`raydist queue {act}` of ana@login"
-    assert own._own.state == LEAVING
+    with pytest.raises(turn.TurnPassed):
+        own.note_placement([node(1, 0)])
+    assert (own.wanted_by(), own._own.state, own._own.held) == ("", WAITING, {})
+    if act == PAUSE:
+        assert own._look().reason.startswith("paused by ana@login")
+    else:
+        with pytest.raises(Stopped):
+            own._look()
+
+
+@pytest.mark.parametrize("act", [PAUSE, CANCEL])
+def test_a_program_that_got_its_room_meanwhile_is_not_stopped(
+    act: str, monkeypatch: pytest.MonkeyPatch, clock: Clock, tmp_path: Path
+) -> None:
+    """The driver reads the instruction up to a second after it was typed."""
+    own = urgent(monkeypatch, store.Everything([], {}))
+    own._change(state=PLACING, yields=False)
+    typed: list[Instruction] = []
+
+    def read_by_driver(id: str) -> Instruction | None:
+        if own._own.state == PLACING:
+            own.note_placement([node(1, 0)])
+            own._follow(typed.pop())
+        return None
+
+    monkeypatch.setattr(store, "read_all", lambda: store.Everything([own._own], {}))
+    monkeypatch.setattr(store, "instruct", lambda id, instruction: typed.append(instruction))
+    monkeypatch.setattr(store, "instruction_for", read_by_driver)
+    with pytest.raises(ConfigError, match=r"urgent: raydist can't stop it after a step"):
+        follow_wish(Wish(act, "urgent"))
+    assert (own._own.state, own.wanted_by(), own._own.paused_by) == (RUNNING, "", "")
 
 
 def test_the_wait_for_room_outside_the_queue_has_a_limit(clock: Clock) -> None:
