@@ -65,6 +65,10 @@ class TurnPassed(Exception):
     """
 
 
+class PersonsRequest(WayRequest):
+    """What a person has asked of a run: no other run takes its room."""
+
+
 class Turn:
     """What placing a run must know about the queue. This class is for a run outside the queue."""
 
@@ -127,7 +131,7 @@ class QueuedTurn(Turn):
         """Held while the entry changes: the thread of `_beat` changes it as well."""
         self._over = threading.Event()
         self._request: WayRequest | None = None
-        """What another run has asked of this one."""
+        """What another run, or a person, has asked of this one."""
         self._ends = ""
         """Why the run ends instead of waiting, for a person; empty: it waits."""
         self._others = OtherRuns()
@@ -142,7 +146,8 @@ class QueuedTurn(Turn):
 
     @contextlib.contextmanager
     def entered(self, request: ResourceRequest) -> Iterator[None]:
-        if self.wanted_by() and not (self._job.queue.requeue or self._own.paused_by or self._ends):
+        stays = self._job.queue.requeue or isinstance(self._request, PersonsRequest)
+        if self.wanted_by() and not (stays or self._own.paused_by or self._ends):
             self._ends = "it does not wait again: queue.requeue=false"
         self._request = None
         self.waited_s = 0.0
@@ -331,7 +336,7 @@ class QueuedTurn(Turn):
                 else:
                     self._ends = command
                 if self._own.state == RUNNING:
-                    self._leave(command)
+                    self._leave(PersonsRequest(command))
 
     def _obey(self, request: WayRequest) -> None:
         """Do what another run asks of this one."""
@@ -341,10 +346,11 @@ class QueuedTurn(Turn):
                 self._request = request
             return
         had_its_time = time.time() >= self._own.ends
-        self._leave(request.for_whom, since=time.time() if had_its_time else self._own.since)
+        since = time.time() if had_its_time else self._own.since
+        self._leave(WayRequest(request.for_whom), since=since)
 
-    def _leave(self, wanted_by: str, **fields: Any) -> None:
-        self._request = WayRequest(wanted_by)
+    def _leave(self, request: WayRequest, **fields: Any) -> None:
+        self._request = request
         self._change(state=LEAVING, **fields)
 
     def _change(self, **fields: Any) -> None:

@@ -12,8 +12,10 @@ from raydist.cluster import placement, ray_private
 from raydist.cluster.queue import others, store, turn, wait_limits
 from raydist.cluster.queue.entry import (
     CANCEL,
+    LEAVING,
     PAUSE,
     PLACING,
+    RESUME,
     RUNNING,
     WAITING,
     Entry,
@@ -49,6 +51,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([node(1, 0), node(2, 0)]))
     return clock
+
+
+JOB = Job(scale=Scale(per_node=1), backend=Backend(name="gloo"))
+NODES = [replace(node(1, 0), total={"CPU": 1.0}, free={"CPU": 1.0})]
 
 
 class Unread:
@@ -153,6 +159,24 @@ def test_a_program_that_got_its_room_meanwhile_is_not_stopped(
     with pytest.raises(ConfigError, match=r"urgent: raydist can't stop it after a step"):
         follow_wish(Wish(act, "urgent"))
     assert (own._own.state, own.wanted_by(), own._own.paused_by) == (RUNNING, "", "")
+
+
+def test_a_run_that_is_resumed_while_it_leaves_waits_again(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """With queue.requeue=false it ended, although no other run had asked for its room."""
+    own = urgent(monkeypatch, store.Everything([], {}))
+    own._job = Job(queue=Queue(enabled=True, requeue=False))
+    own.note_placement([node(1, 8)])
+    own._follow(Instruction(PAUSE, "ana@login"))
+    assert (own._own.state, own.wanted_by()) == (LEAVING, "`raydist queue pause` of ana@login")
+    own._follow(Instruction(RESUME, "ana@login"))
+    with own.entered(placement.resources_for(JOB, NODES)):
+        assert own._look().reason.startswith("waiting for 1 more node")
+    own._change(state=RUNNING)
+    own._obey(WayRequest("other of eve@login"))
+    with own.entered(placement.resources_for(JOB, NODES)), pytest.raises(Stopped):
+        own._look()
 
 
 def test_the_wait_for_room_outside_the_queue_has_a_limit(clock: Clock) -> None:
