@@ -164,6 +164,9 @@ class QueuedTurn(Turn):
             self._over.set()
             beating.join()
             with contextlib.suppress(Exception):  # the GCS is gone, and the entry with it
+                # One that came after the last look of `_beat`.
+                if (instruction := store.instruction_for(self._own.id)) is not None:
+                    self._follow(instruction)
                 store.remove_entry(self._own.id)
 
     def wait(self) -> None:

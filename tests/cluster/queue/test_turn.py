@@ -179,6 +179,31 @@ def test_a_run_that_is_resumed_while_it_leaves_waits_again(
         own._look()
 
 
+@pytest.mark.parametrize("act", [PAUSE, CANCEL])
+def test_an_instruction_of_the_last_second_of_leaving_is_followed(
+    act: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """It was removed with the entry, and reported as followed."""
+    own = urgent(monkeypatch, store.Everything([], {}))
+
+    def late(id: str) -> Instruction | None:
+        return Instruction(act, "ana@login") if own._over.is_set() else None
+
+    monkeypatch.setattr(store, "instruction_for", late)
+    monkeypatch.setattr(store, "put_entry", lambda entry: None)
+    monkeypatch.setattr(store, "remove_entry", lambda id: None)
+    with own.entered(placement.resources_for(JOB, NODES)):
+        own.note_placement([node(1, 8)])
+        own._obey(WayRequest("other of eve@login"))
+    monkeypatch.setattr(store, "instruction_for", lambda id: None)
+    with own.entered(placement.resources_for(JOB, NODES)):
+        if act == PAUSE:
+            assert own._look().reason.startswith("paused by ana@login")
+        else:
+            with pytest.raises(Stopped):
+                own._look()
+
+
 def test_the_wait_for_room_outside_the_queue_has_a_limit(clock: Clock) -> None:
     limits = wait_limits.WaitLimits(600.0)
     others_hold, outside = Verdict(False, "held by a"), Verdict(False, "too few", outside=True)
