@@ -29,6 +29,7 @@ def network_event(
             facts[slot.rank].interface,
             nodes.ports(slot),
             replies[slot.rank].ports or {},
+            len(facts[slot.rank].devices),
         )
         for slot in plan.leads
     ]

@@ -56,6 +56,8 @@ class NodeBytes(TypedDict):
     """Total GB/s of the ports that carried the run; 0 if one is unknown."""
     ports: int
     """Number of these ports."""
+    gpus: int
+    """Number of GPUs of the machine; 0 if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class NodeTraffic:
     """The chosen interface."""
     before: Ports
     after: Ports
+    gpus: int = 0
+    """Number of GPUs of the machine; 0 if it is unknown."""
 
     def sent(self, port: str) -> int | None:
         """Return the bytes that a port sent during the run.
@@ -136,6 +140,7 @@ def _node_bytes(node: NodeTraffic, carriers: Sequence[str]) -> NodeBytes:
         "sent": {name: sent for name in node.after if (sent := node.sent(name)) is not None},
         "rate": sum(rates) if all(rates) else 0.0,
         "ports": len(rates),
+        "gpus": node.gpus,
     }
 
 

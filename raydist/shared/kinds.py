@@ -469,7 +469,7 @@ class Network(Event):
     """From the ports' counters and NCCL's log."""
     nodes: Sequence[Mapping[str, Any]]
     """For each node: host, sent (bytes by port), rate (GB/s of the ports that carried the run),
-    ports (their number)."""
+    ports (their number), gpus (of the machine; 0: unknown)."""
 
 
 class Notice(Event):

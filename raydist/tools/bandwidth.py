@@ -217,11 +217,16 @@ def verdict_lines(measured: Measurement) -> Iterator[str]:
 def port_rate(measured: Measurement, ranks: float = math.inf) -> float:
     """Return the GB/s of the ports in use on the slowest node.
 
-    With `ranks`, only of as many ports: NCCL sends the data of a GPU over the nearest one. 0 if it
-    is unknown, or if there is only one node.
+    With `ranks`, only of those of as many GPUs: NCCL sends the data of a GPU over the nearest port,
+    or over several where a node has more ports than GPUs. 0 if it is unknown, or if there is only
+    one node.
     """
+
+    def share(ports: int, gpus: int) -> float:
+        return min(1.0, ranks * max(1.0, ports / (gpus or ports)) / ports)
+
     rates = [
-        float(node.get("rate", 0.0)) * min(1.0, ranks / node.get("ports", 1))
+        float(node.get("rate", 0.0)) * share(node.get("ports", 1), node.get("gpus", 0))
         for node in measured.network.get("nodes", [])
     ]
     return min(rates) if len(rates) > 1 else 0.0

@@ -42,6 +42,7 @@ def test_gloo_says_interface_bytes_and_that_there_is_no_infiniband() -> None:
         "sent": {"eth0": 4 * GB // 10},
         "rate": 12.5,
         "ports": 1,
+        "gpus": 0,
     }
 
 

@@ -123,19 +123,31 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "busbw", "pair", "verdicts"),
+    ("ports", "gpus", "ranks", "busbw", "pair", "verdicts"),
     [
-        (16, 360.0, 45.0, ["360 of 400 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
-        (2, 45.0, 45.0, ["45 of 50 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
-        (16, 45.0, 6.0, ["45 of 400 GB/s, 11%: FAIL", "6 of 50 GB/s, 12%: FAIL"]),
+        (8, 8, 16, 360.0, 45.0, ["360 of 400 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
+        (8, 0, 2, 45.0, 45.0, ["45 of 50 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
+        (8, 8, 16, 45.0, 6.0, ["45 of 400 GB/s, 11%: FAIL", "6 of 50 GB/s, 12%: FAIL"]),
+        # AWS p5: four EFAs for each GPU
+        (32, 8, 16, 100.0, 12.0, ["100 of 400 GB/s, 25%: FAIL", "12 of 50 GB/s, 24%: FAIL"]),
+        (32, 8, 2, 45.0, 45.0, ["45 of 50 GB/s, 90%: PASS", "45 of 50 GB/s, 90%: PASS"]),
     ],
 )
-def test_a_rank_is_compared_with_the_one_port_that_nccl_gives_it(
-    ranks: int, busbw: float, pair: float, verdicts: list[str], tmp_path: Path
+def test_a_rank_is_compared_with_the_ports_that_nccl_gives_it(
+    ports: int,
+    gpus: int,
+    ranks: int,
+    busbw: float,
+    pair: float,
+    verdicts: list[str],
+    tmp_path: Path,
 ) -> None:
-    """A pair of sound nodes with eight HCAs each used one, and was compared with all: FAIL."""
+    """A pair of sound nodes with eight HCAs each used one, and was compared with all: FAIL. One of
+    nodes with four EFAs for each GPU was compared with one of them: PASS of a quarter."""
     row = Row("all_reduce", 2**25, 1.0, busbw, busbw, 0)
-    nodes = [{"host": f"n{i}", "sent": {}, "rate": 400.0, "ports": 8} for i in range(2)]
+    nodes = [
+        {"host": f"n{i}", "sent": {}, "rate": 400.0, "ports": ports, "gpus": gpus} for i in range(2)
+    ]
     measured = bandwidth.Measurement(
         "nccl", ranks, [row], {(0, 1): pair}, ["n0", "n1"], {"nodes": nodes}, tmp_path
     )
