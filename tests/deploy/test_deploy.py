@@ -3,6 +3,7 @@ it, or run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from packaging.version import Version
 from tests import kuberay
 from tests.conftest import ROOT
 from tests.rig import hosts, requires_root
+from tests.waiting import wait_until
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
@@ -352,6 +354,35 @@ def test_a_batch_job_has_the_memory_of_its_nodes_and_keeps_its_output() -> None:
     text = (DEPLOY / "slurm" / "train.sbatch").read_text()
     asked = re.findall(r"^#SBATCH (--\S+)$", text.partition("set -eu")[0], re.MULTILINE)
     assert {"--exclusive", "--mem=0", "--open-mode=append"} <= {*asked}
+
+
+@pytest.mark.parametrize("command", ["sleep", "scontrol"])
+def test_a_preempted_job_that_slurm_requeues_ends_at_once(command: str, tmp_path: Path) -> None:
+    """It ignored SIGTERM, and kept its nodes until Slurm killed it. `command`: what runs when the
+    signal comes."""
+    text = (DEPLOY / "slurm" / "train.sbatch").read_text()
+    (lines,) = re.findall(r"^stop_ray\(\) .*?(?=^trap 'finish)", text, re.MULTILINE | re.DOTALL)
+    seen = tmp_path / "seen"
+    stubs = {
+        "scancel": [],
+        "scontrol": ["[ $1 = requeue ] || exec echo PreemptTime=1", "exec /bin/sleep 1"],
+        "sleep": ["exec /bin/sleep 60"],
+    }
+    stubs[command].insert(-1, f": >{seen}")
+    for name, body in stubs.items():
+        (tmp_path / name).write_text("\n".join(["#!/bin/sh", *body, ""]))
+        (tmp_path / name).chmod(0o755)
+    words = f"set -eu; job=7; true & ray=$!; workers=$ray; wait; {lines} finish 143"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", "-c", words], env=env, start_new_session=True)
+    try:
+        wait_until(seen.exists)
+        os.killpg(job.pid, signal.SIGTERM)
+        assert job.wait(20) == 143
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZE, ids=lambda folder: folder.name)
