@@ -42,7 +42,8 @@ fi
 
 # Nodes may share the home, and are set up at the same time.
 exec 9>"$HOME/.raydist/lock"
-flock 9
+flock 9 || # as on Lustre that is mounted without -o flock
+    echo "raydist: $HOME on $(hostname) has no locks: if nodes share it, set them up one after another" >&2
 
 # A torch that is part of the machine's image, built for its driver, is used; otherwise pip fetches one.
 if [ ! -x "$env/bin/python" ] || [ "$(version "$env/bin/python")" != "$has" ]; then

@@ -203,6 +203,22 @@ def test_a_node_with_another_python_is_refused_by_name(tmp_path: Path, index: Pa
     assert not (node.home / ".raydist" / "env").exists()
 
 
+def test_a_node_whose_home_has_no_locks_is_set_up(tmp_path: Path, index: Path) -> None:
+    """As on Lustre without -o flock: `ray up` failed, and did not say why."""
+    node, stubs = Node(tmp_path / "node", index), tmp_path / "stubs"
+    stubs.mkdir()
+    (stubs / "flock").write_text("#!/bin/sh\nexit 71\n")
+    (stubs / "flock").chmod(0o755)
+    python = stubs / "python"  # it is not the matter here, and takes seconds
+    python.write_text(f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = node.setup(PYTHON=str(python), PATH=f"{stubs}:{os.environ['PATH']}")
+    without_locks, without_venv = done.stderr.splitlines()
+    assert f"{node.home} on" in without_locks
+    assert "has no locks: if nodes share it, set them up one after another" in without_locks
+    assert "can't make a Python environment" in without_venv
+
+
 def test_a_login_shell_checks_pythons_as_the_node_does(tmp_path: Path, index: Path) -> None:
     """A driver that is typed into it joins a head with another patch version; a value of the
     machine's own stays."""
