@@ -64,10 +64,13 @@ follow() {
         process $$ >"$1"; tail --pid="$0" -f /dev/null; ray stop --force' \
         "$(pgrep -n -u "$(id -u)" -x raylet)" "$note" </dev/null >/dev/null 2>&1 &
 }
-# The `follow` of an earlier Ray is no longer needed.
-if follower=$(cut -d' ' -f1 "$note" 2>/dev/null) && [ "$(process "$follower")" = "$(cat "$note")" ]; then
-    kill -- "-$follower" 2>/dev/null
-fi
+# The `follow` of an earlier Ray is no longer needed. That of an earlier raydist is noted in `follows`, maybe by another node.
+for earlier in "$note" ~/.raydist/follows; do
+    if follower=$(cut -d' ' -f1 "$earlier" 2>/dev/null) && [ "$(process "$follower")" = "$(cat "$earlier")" ]; then
+        kill -- "-$follower" 2>/dev/null
+        rm -f "$earlier"
+    fi
+done
 rm -f "$note"
 
 # ssh reached this node at the address in the cluster's file; the host name may resolve to 127.0.1.1.

@@ -572,7 +572,9 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pi
         env = {**os.environ, "HOME": str(tmp_path), "RAY_TMPDIR": str(tmp_path / "ray")}
         subprocess.run(["bash", "-c", words], env=env, check=True)
 
-    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    sleeper, earlier = (
+        subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2)
+    )
     try:
         bash(noted.format(sleeper.pid))
         born = follows.read_text()
@@ -591,8 +593,19 @@ def test_a_node_ends_the_helper_of_its_earlier_ray_but_no_process_reusing_its_pi
         follows.write_text(born)
         bash(f". {script}")
         assert sleeper.wait(10) == -signal.SIGTERM
+        # The note of an earlier raydist, first of another node with the same home.
+        bash(noted.format(earlier.pid))
+        own = follows.read_text()
+        old = follows.with_name("follows")
+        for text in (own.replace(boot, "another-node"), own):
+            follows.unlink(missing_ok=True)
+            old.write_text(text)
+            bash(f". {script}")
+            assert old.exists() == (text != own)
+        assert earlier.wait(10) == -signal.SIGTERM
     finally:
         sleeper.kill()
+        earlier.kill()
     assert tool("shellcheck", str(script)) == ""
 
 
