@@ -204,7 +204,9 @@ def ranks_of_text(text: str) -> list[int]:
         first, _, last = part.partition("-")
         if not first.isdecimal() or (last and not last.isdecimal()) or part.endswith("-"):
             raise ConfigError.of("rank", text, "must be ranks", "rank=3", "rank=0,2", "rank=0-3")
-        if not int(first) <= int(last or first) <= MOST:
+        if int(first) > MOST or int(last or first) > MOST:
+            raise ConfigError.of("rank", text, "no run has so many ranks", "rank=3")
+        if int(first) > int(last or first):
             cause = f"{part} must be two ranks, the smaller one first"
             raise ConfigError.of("rank", text, cause, "rank=0-3")
         ranks += range(int(first), int(last or first) + 1)
