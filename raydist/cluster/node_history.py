@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from raydist.shared import env_names, home, kinds
 from raydist.shared.events import Events
 from raydist.shared.outcome import BROKEN_GPU, End, Slow
 from raydist.shared.rank_names import counted
+from raydist.shared.whole_file import write_at_once
 
 KEEP_S = 30 * 86400.0
 """Seconds after which an incident is deleted."""
@@ -130,11 +130,7 @@ def note_incidents(path: Path | None, new: Sequence[NodeIncident], now: float) -
         kept = [
             incident for incident in [*read_incidents(path), *new] if now - incident.at < KEEP_S
         ][-MAX_INCIDENTS:]
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, delete=False, encoding="utf-8"
-        ) as temporary:
-            json.dump([asdict(incident) for incident in kept], temporary, indent=1)
-        os.replace(temporary.name, path)
+        write_at_once(path, json.dumps([asdict(incident) for incident in kept], indent=1).encode())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -170,6 +171,23 @@ def test_a_broken_file_is_as_none(tmp_path: Path, text: str) -> None:
 def test_a_place_where_nobody_may_write_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     note_incidents(tmp_path / "file" / "nodes.json", [offence(1, "a")], NOW)
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each incident left a file beside it."""
+    path = tmp_path / "nodes.json"
+    note_incidents(path, [offence(1, "a")], NOW)
+
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        note_incidents(path, [offence(1, "b")], NOW)
+    assert [each.run for each in read_incidents(path)] == ["a"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["nodes.json", "nodes.lock"]
 
 
 def add(path: Path, run: int) -> None:
