@@ -20,6 +20,7 @@ from raydist.node import kept_server
 from raydist.node.fork_launcher import node_folder
 from raydist.node.processes import recorded_error
 from raydist.shared.own_path import own_folder
+from raydist.shared.whole_file import write_at_once
 from raydist.worker.heartbeat import BEAT_PAGE, read_beat
 
 
@@ -48,8 +49,8 @@ def record_end(value: str, code: int, signal: int, beat: int) -> None:
     with mmap.mmap(beat, BEAT_PAGE, prot=mmap.PROT_READ) as page:
         step, phase, _ = read_beat(page)
     with contextlib.suppress(OSError):  # the run's folder is gone, or the disk is full
-        Path(f"{value}.part").write_text(json.dumps((code, signal, time.time(), step, phase)))
-        os.replace(f"{value}.part", f"{value}.end")
+        ended = json.dumps((code, signal, time.time(), step, phase))
+        write_at_once(Path(f"{value}.end"), ended.encode())
 
 
 def read_end(run: str, node_id: str, rank: int) -> RecordedEnd | None:
