@@ -20,8 +20,6 @@ from raydist.state.checkpoint_files import Flaw, Saved, Warn, newest, verify
 from raydist.state.object_store import StoragePath, parse_path
 from raydist.state.write import CHECKPOINTS, FIT, META, STATE, TRAINING, place_in_run
 
-"""The file in a run folder that records how the run ended."""
-
 
 def trainings(run: StoragePath) -> list[StoragePath]:
     """Return the checkpoint folders of the trainings in a run folder, newest training first."""
