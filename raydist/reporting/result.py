@@ -20,6 +20,7 @@ from raydist.shared.kinds import Event
 from raydist.shared.outcome import Attempt, End
 from raydist.shared.rank_names import of_ranks
 from raydist.shared.record_names import RESULT
+from raydist.shared.whole_file import write_at_once
 from raydist.state.object_store import Remote, StoragePath, scheme
 
 T = TypeVar("T")
@@ -124,15 +125,14 @@ class Result(Generic[T]):
         return {name: strict_json(value) for name, value in facts.items()}
 
     def save(self) -> None:
-        """Write result.json into the run folder, completely or, on a full disk, not at all."""
+        """Write result.json into the run folder as a whole or, on a full disk, not at all."""
         self.dir.mkdir(parents=True, exist_ok=True)
         path = self.dir / RESULT
         try:
-            path.write_text(
-                json.dumps(self.to_json(), indent=2, default=str) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(self.to_json(), indent=2, default=str) + "\n"
+            write_at_once(path, text.encode())
         except OSError:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # that of an earlier run in this folder
 
     def __str__(self) -> str:
         """Return what a command prints at the end of the run.

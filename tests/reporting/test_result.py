@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,6 +299,39 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
     assert data["checkpoint"] == "runs/x/checkpoints/10"
     assert data["failure"] == "rank 1 on host-1"
     assert data["cause"]["type"] == "ValueError"
+
+
+def test_result_json_is_whole_or_the_one_before(
+    tmp_path: Path, stream: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of one was read as that of a run that has not finished: resume=auto continued it."""
+    attempt = Attempt(ends=ends("finished", "finished"))
+    folder = tmp_path / "run"
+    result = make_result(folder, attempt, fold_figures(read_events(stream)), now=T0 + 20)
+    result.save()
+    before = (folder / "result.json").read_bytes()
+
+    class Killed(BaseException):
+        """The driver is killed while it writes."""
+
+    def half(path: Path, data: str | bytes, *_: Any, **more: Any) -> None:
+        with path.open("w" if isinstance(data, str) else "wb") as file:
+            file.write(data[:10])
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        patched.setattr(Path, "write_bytes", half)
+        with pytest.raises(Killed):
+            result.save()
+    assert (folder / "result.json").read_bytes() == before
+
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    result.save()
+    assert [*folder.iterdir()] == []
 
 
 def test_the_json_can_be_the_last_event(tmp_path: Path, stream: Path) -> None:
