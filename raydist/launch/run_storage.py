@@ -17,6 +17,7 @@ from raydist.shared.errors import ConfigError, RaydistError
 from raydist.shared.events import Events, parse_event, read_events, read_kind
 from raydist.shared.kinds import Event
 from raydist.shared.record_names import EVENTS, NOTE, RESULT
+from raydist.shared.whole_file import replacing
 from raydist.state import checkpoint_files, object_store, run_checkpoints
 from raydist.state.checkpoint_files import Saved
 from raydist.state.object_store import CLAIM, Remote, StoragePath, environment, parse_path
@@ -280,6 +281,5 @@ def _copy(file: Path, to: StoragePath) -> None:
         to.put(file)
         return
     to.parent.mkdir(parents=True, exist_ok=True)
-    part = to.with_name(f".{to.name}.part")
-    shutil.copyfile(file, part)
-    part.replace(to)
+    with replacing(to) as part:
+        shutil.copyfile(file, part)

@@ -11,6 +11,7 @@ from pathlib import Path
 from raydist.reporting.failures import Failure, Failures
 from raydist.reporting.page import page
 from raydist.shared.kinds import Event
+from raydist.shared.whole_file import write_at_once
 
 
 class Pages:
@@ -34,8 +35,8 @@ class Pages:
     def _write(self, failure: Failure) -> None:
         path = self._folder / failure.page
         text = json.dumps(failure.to_json(), indent=2, default=str)
-        path.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
-        path.write_text(page(failure, str(self._folder)), encoding="utf-8")
+        write_at_once(path.with_suffix(".json"), f"{text}\n".encode())
+        write_at_once(path, page(failure, str(self._folder)).encode())
 
 
 def last_page(folder: Path) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raydist.launch.run_storage import events_of_checkpoint, reserve_run
+from raydist.launch.run_storage import events_of_checkpoint, reserve_run, upload_records
 from raydist.settings.config import Job, Sweep
 from raydist.shared.errors import ConfigError
+from raydist.shared.events import Events
+from raydist.shared.kinds import Event
 from raydist.state.object_store import parse_path
 from tests.records import event, line
 
@@ -40,6 +44,25 @@ def test_the_records_of_this_very_run_are_not_in_its_storage_yet(tmp_path: Path)
     job = Job(dir=str(tmp_path), name="mine", storage=str(tmp_path / "store"))
     path = tmp_path / "store" / "mine" / tmp_path.name / "checkpoints" / "step-00000004"
     assert list(events_of_checkpoint(str(path), job)) == EVENTS
+
+
+def test_records_that_cannot_be_copied_are_a_warning_and_no_half_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "mine"
+    job = Job(dir=str(run), name="mine", storage=str(tmp_path / "store"))
+    warnings: list[Event] = []
+
+    def full(file: Path, to: Path) -> None:
+        to.write_bytes(file.read_bytes()[:4])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Events(run / "events.jsonl", (warnings.append,)) as events:
+        (run / "result.json").write_text("{}")
+        monkeypatch.setattr(shutil, "copyfile", full)
+        upload_records(job, events)
+    assert [each.kind for each in warnings] == ["warning"]
+    assert [each for each in (tmp_path / "store").rglob("*") if each.is_file()] == []
 
 
 @pytest.mark.parametrize("path", ["checkpoints/step-00000004", "model"])

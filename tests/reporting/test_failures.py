@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from dataclasses import asdict, replace
@@ -296,6 +297,28 @@ def test_pages_are_written_when_they_are_known_and_none_is_ever_written_over(
                 events.add(happened)
             assert json.loads(path.with_suffix(".json").read_text())["status"] == "restarted"
             assert "resumed after step 18" in path.with_suffix(".txt").read_text()
+
+
+def test_a_page_that_finds_a_full_disk_is_a_warning_and_no_half_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a blame-1.json stayed, which no program can read."""
+
+    def full(path: Path, data: str | bytes, *_: Any, **more: Any) -> None:
+        with path.open("w" if isinstance(data, str) else "wb") as file:
+            file.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("write_text", "write_bytes"):
+        monkeypatch.setattr(Path, name, full)
+    failures, seen = Failures(), list[Event]()
+    readers = (failures.add, Pages(tmp_path, failures), seen.append)
+    with Events(tmp_path / "events.jsonl", readers) as events:
+        for happened in BROKEN:
+            events.add(happened)
+    warnings = [each for each in seen if isinstance(each, kinds.Warning)]
+    assert ["No space left on device" in each.text for each in warnings] == [True]
+    assert [each.name for each in tmp_path.iterdir()] == ["events.jsonl"]
 
 
 def spent(*events: Event) -> Spent:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -141,6 +143,20 @@ def test_only_slack_gets_slacks_form(url: str, form: str) -> None:
 def test_urls_to_which_nothing_can_be_sent(url: str, right: bool) -> None:
     assert (wrong_url(url) == "") == right
     assert url not in wrong_url(url)
+
+
+def test_a_full_disk_leaves_the_ledger_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Ledger(sent_kinds=["slow"]).write(tmp_path, "webhook")
+
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    Ledger(sent_kinds=["slow", "failed"]).write(tmp_path, "webhook")
+    assert Ledger.read(tmp_path, "webhook").sent_kinds == ["slow"]
+    assert [each.name for each in (tmp_path / Ledger.FOLDER).iterdir()] == ["webhook.json"]
 
 
 def test_a_trial_does_not_tell_that_it_has_finished() -> None:

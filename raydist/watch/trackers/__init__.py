@@ -14,12 +14,13 @@ the run ended.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
+
+from raydist.shared.whole_file import write_at_once
 
 END_S = 30.0
 """Longest time that a tracker has after the end of a run."""
@@ -103,8 +104,7 @@ class Ledger:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             plain = {"id": self.id, "newest_step": self.newest_step, "told": self.sent_kinds}
-            path.with_suffix(".new").write_text(json.dumps(plain))
-            os.replace(path.with_suffix(".new"), path)
+            write_at_once(path, json.dumps(plain).encode())
 
 
 class Measured(NamedTuple):
