@@ -304,7 +304,7 @@ def test_result_json_is_strict_json_and_says_it_all(tmp_path: Path) -> None:
 def test_result_json_is_whole_or_the_one_before(
     tmp_path: Path, stream: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of one was read as that of a run that has not finished: resume=auto continued it."""
+    """A driver that was killed left half of one, which no program can read."""
     attempt = Attempt(ends=ends("finished", "finished"))
     folder = tmp_path / "run"
     result = make_result(folder, attempt, fold_figures(read_events(stream)), now=T0 + 20)
