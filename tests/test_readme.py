@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -175,3 +178,31 @@ def test_a_wrong_setting_is_answered_as_it_shows(tmp_path: Path) -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: {shown[1]}")
+
+
+def tune_example() -> str:
+    """Return the program of the page on sweeps that has raydist.run in Ray Tune."""
+    _, _, section = (ROOT / "docs/sweeps.md").read_text().partition("## Inside Ray Tune\n")
+    (example,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    return str(example)
+
+
+def test_the_example_of_ray_tune_finds_its_job_from_the_folder_of_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tune calls the trainable there, not where the person typed the command."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "trial").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tune, run = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(tune=tune))
+    monkeypatch.setattr(raydist, "run", run)
+    names: dict[str, Any] = {}
+    exec(tune_example(), names)
+    assert tune.Tuner.call_args.args[0] is tune.with_resources.return_value
+    monkeypatch.chdir("trial")
+    tune.with_resources.call_args.args[0]({"lr": 0.1})
+    job, *settings = run.call_args.args
+    assert Path(job).samefile(tmp_path / "train.py")
+    assert "optim.lr=0.1" in settings
+    assert tune.report.called

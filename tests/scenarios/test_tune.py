@@ -14,12 +14,19 @@ import pytest
 import raydist
 from raydist.cluster import ray_private
 from raydist.cluster.queue import store
+from tests.test_readme import tune_example
 from tests.waiting import wait_until
 
 for name in ("pyarrow", "pandas"):  # a new one may be there and refuse an old NumPy
     told = "Ray Tune needs pyarrow and pandas: pip install 'ray[tune]'"
     pytest.importorskip(name, reason=told, exc_type=ImportError)
 pytestmark = pytest.mark.ray
+REPORTS = """
+import raydist
+
+def job(config):
+    raydist.report(step=1, test_loss=config.optim.lr)
+"""
 
 
 def total(rate: float) -> float:
@@ -70,6 +77,30 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
         return not held and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
     wait_until(released, "all CPUs are free, and no placement group is left", 60)
+
+
+def test_ray_tune_runs_a_job_file_as_the_page_shows(on_ray: Path) -> None:
+    from ray import tune
+
+    (on_ray / "train.py").write_text(REPORTS)
+    example = tune_example()
+    for shown, here in (
+        ("scale=1x8", "scale=1x2"),
+        ("num_samples=40, max_concurrent_trials=4", "num_samples=2"),
+        ("tune.Tuner(", "results = tune.Tuner("),
+        ("tune_config=limits", "tune_config=limits, run_config=stored"),
+    ):
+        assert shown in example
+        example = example.replace(shown, here)
+    stored = tune.RunConfig(storage_path=str(on_ray / "tune"), verbose=0)
+    # As a program of a person: its functions reach the trials by value.
+    names: dict[str, Any] = {"__name__": "__main__", "stored": stored}
+    exec(example, names)
+    results = names["results"]
+    assert not results.errors
+    assert len(results) == 2
+    for each in results:
+        assert each.metrics["test_loss"] == pytest.approx(each.config["lr"])
 
 
 def strike(pid: int) -> float:
