@@ -58,8 +58,8 @@ class SweepResult:
     """By number, of each trial that finished in this call; it has the values that the job's
     function returned."""
     importance: dict[str, float] = field(default_factory=dict)
-    """By setting, its share of the variance of the first objective; empty without Optuna or with
-    few trials."""
+    """By setting, its share of the variance of the first objective; empty without Optuna, with
+    few trials, or if only one setting varies."""
 
     @property
     def exit_code(self) -> int:
