@@ -88,6 +88,15 @@ def job(config):
     return raydist.fit(config, model=model, train=data, loss=nn.functional.cross_entropy)
 """
 """Rank 1 is killed once, and is slow or hangs while there is a file of that name."""
+RAY = """#!/bin/sh
+token=$HOME/.ray/auth_token
+if [ "$2" = --generate ] && [ ! -e "$token" ]; then
+    mkdir "$HOME/.ray" && printf secret >"$token"
+fi
+[ "$1" = start ] && echo "mode $RAY_AUTH_MODE" >"$HOME/started"
+cat "$token"
+"""
+"""Stands for `ray`, as far as docs/monitoring.md types it: a token, a head."""
 
 
 def rules() -> list[dict[str, Any]]:
@@ -112,6 +121,29 @@ def expressions() -> dict[str, str]:
     marks = {each["name"]: each["expr"] for each in board()["annotations"]["list"]}
     alerts = {each["alert"]: each["expr"] for each in rules()}
     return {name: re.sub(r"\$\w+", ".*", text) for name, text in (panels | marks | alerts).items()}
+
+
+def typed_lines() -> list[str]:
+    """Return the lines that docs/monitoring.md types on the head, from Ray to Prometheus."""
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    first_block = re.findall(r"(?:^ {4}.*\n)+", page, re.MULTILINE)[0]
+    return [line.strip() for line in first_block.splitlines()]
+
+
+def test_prometheus_has_the_token_with_which_the_page_starts_ray(tmp_path: Path) -> None:
+    commands, monitoring = tmp_path / "bin", tmp_path / "deploy" / "monitoring"
+    commands.mkdir()
+    monitoring.mkdir(parents=True)
+    for name, text in (("ray", RAY), ("prometheus", "#!/bin/sh\ntest -s ray-token\n")):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    typed = "\n".join(typed_lines()).replace("/tmp/ray-", f"{tmp_path}/ray-")
+    env = {"PATH": f"{commands}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    subprocess.run(["bash", "-euc", typed], cwd=tmp_path, env=env, check=True)
+    assert (tmp_path / "started").read_text() == "mode token\n"
+    token = monitoring / "ray-token"
+    assert token.read_text() == "secret"
+    assert token.stat().st_mode & 0o077 == 0
 
 
 @requires_prometheus
@@ -145,8 +177,11 @@ class Prometheus:
         }
         (receivers,) = settings["alerting"]["alertmanagers"][0]["static_configs"]
         receivers["targets"] = [f"127.0.0.1:{alertmanager}"]
-        (folder / discovery["authorization"]["credentials_file"]).write_text(
-            os.environ["RAY_AUTH_TOKEN"]
+        assert discovery["authorization"]["credentials_file"] == "ray-token"
+        (writes_token,) = [line for line in typed_lines() if "ray-token" in line]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run(
+            ["bash", "-c", writes_token], cwd=folder, env={**os.environ, "PATH": path}, check=True
         )
         (folder / "alerts.yaml").write_text(shortened((MONITORING / "alerts.yaml").read_text()))
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(settings))
