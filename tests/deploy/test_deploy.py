@@ -34,6 +34,7 @@ BIN = Path(sys.executable).parent
 KUSTOMIZE = sorted((DEPLOY / "kubernetes").glob("overlays/*")) + [
     DEPLOY / "kubernetes" / n for n in ("cluster", "job")
 ]
+TRY_OUT = DEPLOY / "kubernetes" / "overlays" / "try-out"
 ONCE = [DEPLOY / "kubernetes" / name for name in ("monitoring", "queue", "storage", "trainjob")]
 """What is applied once in a namespace, and stays when trainings are deleted."""
 PARTS = sorted((DEPLOY / "kubernetes" / "parts").iterdir())
@@ -68,6 +69,25 @@ def rendered(folder: Path) -> list[dict[str, Any]]:
 
 def by_name(resources: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["kind"], each["metadata"]["name"]): each for each in resources}
+
+
+def test_the_page_submits_to_the_cluster_of_the_manifests() -> None:
+    """KubeRay derives the names of Service and Secret from the cluster's. The sizes that are typed
+    find their nodes and GPUs there."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (size, small) = re.findall(r"raydist submit .* scale=(\S+) +# try-out: scale=(\S+)", page)[0]
+    folders = {DEPLOY / "kubernetes" / "cluster": size, TRY_OUT: small}
+    for folder, scale in folders.items():
+        (cluster,) = [each for each in kuberay.build(folder) if each["kind"] == "RayCluster"]
+        name = cluster["metadata"]["name"]
+        assert f"kubectl port-forward service/{name}-head-svc 8265 " in page
+        assert f"kubectl get secret {name} -o jsonpath='{{.data.auth_token}}'" in page
+        assert cluster["spec"]["authOptions"] == {"mode": "token"}
+        (workers,) = kuberay.groups(cluster)[1:]
+        (container,) = workers["template"]["spec"]["containers"]
+        nodes, _, ranks = scale.partition("x")
+        assert int(nodes) <= workers["maxReplicas"]
+        assert int(ranks) <= int(container["resources"]["limits"].get("nvidia.com/gpu", 1))
 
 
 @requires_kubectl
@@ -212,9 +232,8 @@ def test_deleting_a_training_deletes_no_checkpoint() -> None:
 
 def test_the_try_out_fits_a_laptop_with_one_node() -> None:
     """The storage of kind and minikube has no ReadWriteMany: a claim for it waits forever."""
-    folder = DEPLOY / "kubernetes" / "overlays" / "try-out"
-    cluster, *others = kuberay.build(folder)
-    assert mounted(folder) == claims(folder) != claims(DEPLOY / "kubernetes" / "storage")
+    cluster, *others = kuberay.build(TRY_OUT)
+    assert mounted(TRY_OUT) == claims(TRY_OUT) != claims(DEPLOY / "kubernetes" / "storage")
     (claim,) = [each["spec"] for each in others if each["kind"] == "PersistentVolumeClaim"]
     assert claim["accessModes"] == ["ReadWriteOnce"]
     head, worker = (pod["containers"][0]["resources"]["requests"] for pod in kuberay.pods(cluster))
