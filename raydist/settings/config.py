@@ -223,9 +223,11 @@ class Optim:
     name: str = one_of("sgd", "adam", "adamw", "rmsprop", "adagrad")
     """The optimizer of torch.optim."""
     lr: float = greater_than(0, 0.05)
-    """Learning rate for a global batch of `scaling_batch`; with scaling=none, for any batch."""
+    """Learning rate for a global batch of `scaling_batch`; with scaling=none, for any batch. The
+    file of the chosen `optim=` sets it (sgd: 0.1); 0.05 for a class."""
     args: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the optimizer: optim.args.momentum=0.9."""
+    """More arguments of the optimizer: optim.args.momentum=0.9. The file of the chosen `optim=` has
+    some (sgd: momentum=0.9 nesterov=true weight_decay=0.0001)."""
     fused: bool | str = one_of("auto", True, False)
     """torch's fused optimizer, which updates all parameters in one pass. auto: adam and adamw on
     GPUs, elsewhere where the weights have the same bits, or with train.fast=true; else the last

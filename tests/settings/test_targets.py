@@ -4,11 +4,14 @@ help."""
 from __future__ import annotations
 
 import ast
+import json
+from dataclasses import MISSING
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from raydist.settings import help, targets
+from raydist.settings import compose, help, targets
 from raydist.settings import overrides as words
 from raydist.settings.config import Job, Optim
 from raydist.shared.errors import ConfigError
@@ -167,6 +170,35 @@ def test_every_setting_has_a_text_a_type_and_a_default() -> None:
 def test_types_and_defaults_as_typed(name: str, kind: str, default: str) -> None:
     field = words.SETTINGS[name]
     assert (help.type_text(field), help.default_text(field)) == (kind, default)
+
+
+def test_a_default_that_a_file_replaces_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The help shows the defaults of the classes, but config.yaml chooses the files of groups."""
+
+    def function() -> None: ...
+
+    monkeypatch.chdir(tmp_path)
+    job = compose.compose([], function=function)
+    arguments = " ".join(f"{key}={json.dumps(value)}" for key, value in job.optim.args.items())
+    told = {
+        "name": "empty: the name of the job",
+        "job.target": "A name in jobs/",
+        "optim.lr": f"(sgd: {job.optim.lr})",
+        "optim.args": f"(sgd: {arguments})",
+        "watch.output": "none for a job",
+        "dir": "raydist sets it",
+    }
+    differing = {
+        name
+        for name, field in words.SETTINGS.items()
+        if attrgetter(name)(job)
+        != (field.default if field.default_factory is MISSING else field.default_factory())
+    }
+    assert differing == told.keys()
+    for name, text in told.items():
+        assert text in help.texts()[name]
 
 
 def test_help_is_grouped_by_part() -> None:
