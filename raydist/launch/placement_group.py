@@ -222,7 +222,7 @@ def group_in_turn(
 def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
     """Return a placement group for this request.
 
-    If there is room, it avoids nodes that were lost or slow in other runs.
+    If there is room, it avoids nodes with incidents in other runs.
     """
     if own_actor():
         remove_orphans()

@@ -162,8 +162,8 @@ class Scale:
     GPUs are spread over the NUMA nodes. auto: node, or else socket, if the job's GPUs are at all of
     them, so that no CPU is left out."""
     avoid: bool = True
-    """Avoid nodes that were lost or slow in two runs of the last week, if there is room without
-    them."""
+    """Avoid nodes that were lost or slow, or had a broken GPU, in two runs of the last week, if
+    there is room without them."""
     keep_warm_s: float = at_least(0, 300.0, most=MAX_SECONDS)
     """Seconds that the fork server of each node stays after a run, with torch imported, for the
     user's next run in the same environment; 0: it ends with the run. `raydist warm` lists and ends
