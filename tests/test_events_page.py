@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
+from typing import get_args
 
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
+from raydist.shared.outcome import EndKind
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "events.md"
@@ -91,6 +94,11 @@ def page() -> str:
 
 def test_the_page_is_that_of_the_classes() -> None:
     assert PAGE.read_text() == page(), "python -m tests.test_events_page writes it anew"
+
+
+def test_every_way_to_end_is_told() -> None:
+    _, told = fields(kinds.Ended)["how"]
+    assert {*get_args(EndKind)} <= {*re.findall(r"\w+", told)}
 
 
 def test_every_class_has_a_text() -> None:

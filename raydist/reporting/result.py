@@ -61,7 +61,7 @@ class Result(Generic[T]):
     goodput: float = 0.0
     """Time in training steps that counted, as a fraction of the time of the run: 0 to 1."""
     spent: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each part of the run: steps, launch, failures, repeated steps, evaluation,
+    """Seconds of each part of the run: steps, launch, queue, failures, repeated steps, evaluation,
     saves, rest."""
     recovery: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each part of the failures: detect, kill, place, fork, rendezvous, restore, first
@@ -98,7 +98,7 @@ class Result(Generic[T]):
         return first_cause(self.ends)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of result.json and of the last event, as plain JSON without NaN."""
+        """The content of result.json and of the event `result`, as plain JSON without NaN."""
         facts = {
             "status": self.status,
             "dir": str(self.dir),

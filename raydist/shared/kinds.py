@@ -386,7 +386,8 @@ class Ended(OfRank):
     """The process of a rank ended."""
 
     how: str = ""
-    """finished, stopped, raised, exited, killed, hung, lost, drained: `End.how`."""
+    """finished, stopped, raised, exited, killed, hung, lost, drained, ended (by mpirun):
+    `End.how`."""
     code: int = 0
     """The exit code; 0 if it was killed."""
     signal: int = 0
@@ -610,7 +611,8 @@ class Operated(Event):
 
 
 class Result(Event):
-    """The run ended: the last line of the file, with the content of result.json."""
+    """The run ended, with the content of result.json. Lines about trackers and about the upload of
+    the records may follow."""
 
     status: str
     """finished, failed, stopped."""
