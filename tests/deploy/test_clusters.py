@@ -74,3 +74,5 @@ def test_the_page_tells_what_nodes_start_with() -> None:
     starts = re.findall(r'^export (RAY_\w+)="?(?:\$\{\w+:-)?([\w/-]+)', source, re.MULTILINE)
     page = (ROOT / "docs" / "clusters.md").read_text()
     assert re.findall(r"^\| `(RAY_\w+)` \| `?([\w/-]+)`? \|", page, re.MULTILINE) == starts
+    (fixed,) = re.findall(r"^export (RAY_\w+)=\w", source, re.MULTILINE)
+    assert f"are not overridden, except `{fixed}`:" in " ".join(page.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from raydist.settings.overrides import translate_overrides
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 from raydist.tools import launch
+from tests.conftest import ROOT
 
 TORCHRUN = """
 from torch.distributed.run import get_args_parser
@@ -185,6 +187,22 @@ def test_what_is_needless_is_noted_and_let_be() -> None:
     assert not any("29500" in word for word in translated.overrides)
     [note] = torchrun.translate_torchrun(["--nnodes", "2:4", "train.py"], {}).notes
     assert note.startswith("--nnodes 2:4: ")
+
+
+def test_the_page_lists_flags_by_what_becomes_of_them() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    rows = {
+        what: {*re.findall(r"`--([\w-]+)`", flags)}
+        for what, flags in re.findall(
+            r"^\| (not needed|accepted|refused)\b.*? \| (.*) \|$", page, re.M
+        )
+    }
+    assert rows["not needed"] <= torchrun.NEEDLESS.keys()
+    assert rows["accepted"] == {
+        name for name, text in torchrun.SWITCHES.items() if text.startswith("accepted")
+    }
+    assert rows["refused"] == {"node-rank", *torchrun.REFUSED}
+    assert torchrun.translate_torchrun(["--standalone", "--run-path", "a.py"], {}).notes == []
 
 
 def test_the_tool_says_what_is_wrong_and_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
