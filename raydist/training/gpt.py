@@ -144,7 +144,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model: tokens [B, T] below `vocab` -> scores of the next token, [B, T, vocab].
 
-    - `size`: 1m to 8b, as `model.size` (docs/parallel.md has the table).
+    - `size`: 1m to 8b, as `model.size` (docs/parallel.md lists them).
     - `vocab`: number of tokens; 256 for bytes.
     - `tied`: the last layer has the weights of the embedding.
     - `changes`: dimensions that replace those of the size: `model.layers=2 model.width=64`, as in
