@@ -148,7 +148,7 @@ class CutMonitor(AbstractContextManager["CutMonitor"]):
         keys = [(each.node.id, frozenset(addresses)) for each in witnesses]
         request = FindReached(tuple(addresses), REACH_S)
         answers = [
-            self._asked.pop(key, None) or each.ask(request)
+            self._asked.pop(key) if key in self._asked else each.ask(request)
             for key, each in zip(keys, witnesses, strict=True)
         ]
         addresses -= reached_addresses(addresses, REACH_S)

@@ -227,6 +227,8 @@ def test_a_stream_begins_anew_on_all_ranks() -> None:
 class Positions(nn.Module):
     """A model with a table that grows with its input and is in no checkpoint, as rotary ones."""
 
+    table: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(10, 3)
