@@ -695,7 +695,7 @@ def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None
         "scrape_configs"
     ]
     token = scraped["http_sd_configs"][0]["authorization"]["credentials_file"]
-    assert f"> {token})" in (ROOT / "docs" / "monitoring.md").read_text()
+    assert f" >{token})" in (ROOT / "docs" / "monitoring.md").read_text()
     ignored = (DEPLOY.parent / ".dockerignore").read_text().split()
     assert {"**/.env", "**/*.env", "!**/example.env", f"**/{token}"} <= {*ignored}
     (tmp_path / ".gitignore").write_text((DEPLOY.parent / ".gitignore").read_text())

@@ -764,8 +764,9 @@ def test_a_rank_starts_once_that_of_a_lost_agent_has_ended(
 ) -> None:
     """Two processes shared a GPU: the old one takes seconds to release its memory."""
 
-    def kill_late(pid: int, number: int) -> None:
+    def kill_late(pid: int, number: int) -> bool:
         threading.Timer(0.5, os.kill, (pid, number)).start()
+        return True
 
     monkeypatch.setattr(processes, "kill", kill_late)
     start_after(node, agent, processes.identify(earlier.pid))
@@ -775,7 +776,7 @@ def test_a_rank_starts_once_that_of_a_lost_agent_has_ended(
 def test_a_rank_of_a_lost_agent_that_cannot_be_killed_is_an_error(
     node: Node, agent: RankAgent, earlier: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "kill", lambda pid, number: None)
+    monkeypatch.setattr(processes, "kill", lambda pid, number: True)
     monkeypatch.setattr("raydist.node.rank_process.DYING_S", 0.2)
     with pytest.raises(LaunchError, match=rf"process {earlier.pid} .* did not end after SIGKILL"):
         start_after(node, agent, processes.identify(earlier.pid))
