@@ -19,6 +19,7 @@ from pathlib import Path
 
 from raydist.messages.wire import Message, decode, encode
 from raydist.shared.own_path import machine_id
+from raydist.shared.whole_file import write_at_once
 
 FILE = "driver.json"
 """The file of a run folder that says where its driver listens. It is there while ranks run."""
@@ -52,9 +53,7 @@ class DriverAddress:
 
     def write(self, folder: Path) -> None:
         """Write FILE: readers see the whole file or none."""
-        part = folder / f".{FILE}.{self.socket}"
-        part.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        os.replace(part, folder / FILE)
+        write_at_once(folder / FILE, f"{json.dumps(asdict(self))}\n".encode())
 
 
 def read_address(folder: Path) -> DriverAddress | None:
