@@ -421,8 +421,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
                 )
             elif readers := opened.warm.rank_readers:
                 self._events.warn(
-                    f"{', '.join(readers)} on {slot.node.host}: at its import it reads which rank "
-                    "it is in, so this run's ranks import everything; later runs only this"
+                    f"{', '.join(readers)} reads its rank as it is imported: the ranks on "
+                    f"{slot.node.host} import everything in this run, and only that in later ones"
                 )
         return replies
 

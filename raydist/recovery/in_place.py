@@ -58,10 +58,13 @@ def why_not_kept(
         return why
     if len(hosts) != len(ends):
         return "the number of ranks has changed"
-    if not kept and any(end.kept and end.host != hosts[end.rank] for end in lost):
+    stayed = (end for end in lost if end.kept and end.host in hosts)
+    if not kept and any(end.host != hosts[end.rank] for end in stayed):
         return "ranks on nodes that stayed have other numbers"
     one = min(lost, key=lambda end: not end.why_not_kept)
     other = "it failed because it had lost a peer" if one.failed else "its process has ended"
+    if one.kept and one.host not in hosts:
+        other = f"its node {one.host} was lost"
     if one.kept:
         other += " while it waited"
     return f"rank {one.rank}: {one.why_not_kept or other}"

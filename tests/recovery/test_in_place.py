@@ -63,6 +63,7 @@ def test_ranks_keep_their_processes_if_others_were_killed(
         (AUTO, [KEPT, KILLED], (), "a", "the number of ranks has changed"),
         (AUTO, [KEPT, KILLED], (), "ba", "ranks on nodes that stayed have other numbers"),
         (AUTO, [KEPT, KILLED], (), "ab", "rank 0: its process has ended while it waited"),
+        (AUTO, [KEPT, KILLED], (), "cb", "rank 0: its node a was lost while it waited"),
         (AUTO, [replace(KEPT, kept=False), RAISED], (), "ab", "rank 1 was not killed: raised"),
         (AUTO, [KILLED, replace(KILLED, rank=0)], (), "ab", ""),
         (AUTO, [KEPT, KILLED, VICTIM], (0,), "abb", "rank 2: it failed because it had lost a peer"),
