@@ -17,11 +17,14 @@ def store_kind(job: Job) -> StoreKind:
 
 
 def rendezvous_file(job: Job, attempt: int) -> Path | None:
-    """Return the file of init_method=file, new for each attempt; None for other methods."""
+    """Return the file of init_method=file, which does not exist yet; None for other methods."""
     if job.init_method != "file":
         return None
     file = Path(job.dir).absolute() / ("rendezvous" + (f"-{attempt}" if attempt else ""))
     file.parent.mkdir(parents=True, exist_ok=True)
+    # torch deletes it when the ranks end by themselves. An earlier run in this folder may have been
+    # killed, and the new ranks would look for its addresses.
+    file.unlink(missing_ok=True)
     return file
 
 

@@ -119,7 +119,7 @@ def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) ->
     """
     last = past[-1]
     end = first_cause(last.ends)
-    if last.error is None and end is None and last.resize:
+    if last.error is None and end is None and last.resize and unfinished(last):
         return Retry(tuple(past))
     if last.error is None and end is None and last.made_way and unfinished(last):
         return Retry(tuple(past), elsewhere=True)

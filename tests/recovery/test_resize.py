@@ -216,6 +216,9 @@ def test_more_nodes_are_no_failure_and_use_up_none() -> None:
     verdict = decide(rule, [resized])
     assert isinstance(verdict, Retry)
     assert (verdict.number, verdict.cause, verdict.reached, verdict.since) == (1, None, 12, 9.0)
+    # They may all have finished just before they were to leave.
+    done = replace(resized, ends=[replace(end, how="finished") for end in resized.ends])
+    assert decide(rule, [done]) == GiveUp("")
     failed = Attempt(ends=[lost, replace(away, step=10)])
     assert isinstance(decide(rule, [resized, resized, failed]), Retry)
     assert isinstance(decide(rule, [failed, resized]), Retry)

@@ -249,11 +249,13 @@ class Follower:
         return tracker
 
     def _finish(self) -> None:
-        self._bring_up_to_date()
-        if self._tracker is not None:
-            self._tracker.close(
-                self._ending or Ending("killed", "the driver ended without a result")
-            )
+        try:
+            self._bring_up_to_date()
+        finally:  # the tracker may refuse a page, and must still learn how the run ended
+            if self._tracker is not None:
+                self._tracker.close(
+                    self._ending or Ending("killed", "the driver ended without a result")
+                )
 
 
 def read_on(path: Path, begin: int) -> Iterator[list[Event]]:
