@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
 from raydist.cluster import ray_private
 from raydist.settings.config import Job
+from raydist.shared import env_names
 from raydist.shared.errors import LaunchError
 from raydist.shared.home import expand_home
 
@@ -26,6 +28,10 @@ def root(job: Job) -> str:
     if not job.working_dir or job.group == "inline":
         return ""
     return os.path.abspath(expand_home("working_dir", job.working_dir))
+
+
+RUN_FOLDERS = ("/runs", "/multirun", "/outputs")
+"""Folders in which runs, of Hydra and of raydist, have their logs and checkpoints."""
 
 
 class RuntimeEnv(TypedDict, total=False):
@@ -52,7 +58,7 @@ def actor_options(job: Job) -> ActorOptions:
             for line in (read_requirements(each) if each.endswith(".txt") else [each])
         ]
     if folder := root(job):
-        env["working_dir"] = upload(folder)
+        env["working_dir"] = upload(folder, left_out(job, folder))
     if env and " " in sys.executable:
         raise LaunchError(
             f"Ray can't start a worker for {'pip=' if job.pip else 'working_dir='} from a path "
@@ -71,14 +77,25 @@ def read_requirements(file: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def upload(folder: str) -> str:
-    """Upload a folder to Ray, and return its URI.
+def left_out(job: Job, folder: str) -> list[str]:
+    """Return what of a job's folder is not copied, as .gitignore would say it.
+
+    A run that is placed again would send its own checkpoints.
+    """
+    runs = [os.environ.get(env_names.RUNS, ""), job.sweep.dir, "" if job.sweep.dir else job.dir]
+    inside = [os.path.relpath(expand_home("working_dir", each), folder) for each in runs if each]
+    own = [f"/{path}" for path in inside if path.partition(os.sep)[0] not in (".", "..")]
+    return [*SECRET_FILES, *RUN_FOLDERS, *own]  # the last pattern wins
+
+
+def upload(folder: str, excludes: Sequence[str]) -> str:
+    """Upload a folder to Ray without what these patterns name, and return its URI.
 
     Does what `ray job submit --working-dir` does, without the files that .gitignore names.
     """
     try:
         gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
-        return ray_private.upload_folder(folder, gitignore, SECRET_FILES)
+        return ray_private.upload_folder(folder, gitignore, excludes)
     except LaunchError:
         raise
     except Exception as error:

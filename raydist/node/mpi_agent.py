@@ -39,7 +39,7 @@ ABANDONED_S = 1.0
 OUTPUT = 4000
 """Maximum bytes of the output of mpirun or a daemon that the driver receives."""
 
-ABORT = re.compile(r"^Abort\((\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
+ABORT = re.compile(r"^Abort\((-?\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
 """MPICH's line about the rank that called MPI_Abort, with its code."""
 PMI_LOST = "PMIU_write error"
 """MPICH's error in a rank whose process manager ended because another rank called MPI_Abort."""
@@ -189,7 +189,7 @@ class MpiRankAgent(RankAgent):
         """
         output = last_output(Path(f"{self._newest_process().reports.base}.log"))
         if aborted := ABORT.search(output):
-            end = replace(end, code=int(aborted[1]), signal=0, lost=aborted[0])
+            end = replace(end, code=exit_code_of(int(aborted[1])), signal=0, lost=aborted[0])
         elif (self._abandoned and end.signal == signal.SIGKILL) or (
             end.code and PMI_LOST in output
         ):
@@ -224,3 +224,8 @@ def last_output(path: Path) -> str:
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - OUTPUT))
         return log.read(OUTPUT).decode(errors="replace")
+
+
+def exit_code_of(abort: int) -> int:
+    """Return the exit code of a rank that called MPI_Abort with this one: never that of success."""
+    return abort & 0xFF or 1

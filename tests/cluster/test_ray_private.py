@@ -124,10 +124,10 @@ def test_a_needed_part_that_is_missing_is_named(
         f"{ray_private.SERVICES}:canonicalize_bootstrap_address": connect.running_address,
         "ray._private.worker:_global_node.get_logs_dir_path": ray_private.log_folder,
         "ray._private.worker:global_worker.node.get_runtime_env_dir_path": lambda: (
-            runtime_env.upload(str(tmp_path))
+            runtime_env.upload(str(tmp_path), ())
         ),
         "ray._private.runtime_env.working_dir:upload_working_dir_if_needed": lambda: (
-            runtime_env.upload(str(tmp_path))
+            runtime_env.upload(str(tmp_path), ())
         ),
         "ray.experimental.internal_kv:_internal_kv_initialized": ray_private.connect_kv,
         "ray.experimental.internal_kv:_internal_kv_get": lambda: ray_private.internal_kv("key"),

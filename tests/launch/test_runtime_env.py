@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raydist.cluster import ray_private
 from raydist.flow import run_job
 from raydist.launch import runtime_env
 from raydist.reporting.result import Result
@@ -38,6 +39,23 @@ def test_requirements_are_names_or_the_lines_of_a_file(tmp_path: Path) -> None:
     assert runtime_env.actor_options(Job(pip=[str(file), "rich"])) == {
         "runtime_env": {"pip": ["einops==0.8.0", "timm", "rich"]}
     }
+
+
+def test_runs_in_the_folder_are_not_sent_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is placed again would send its own checkpoints, and one of half a GB would end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDIST_RUNS", "out")
+    sent: list[Any] = []
+    monkeypatch.setattr(ray_private, "upload_folder", lambda *given: sent.append(given) or "gcs://x")  # fmt: skip
+    runtime_env.actor_options(Job(working_dir=".", dir="mine/x"))
+    (folder, _, excludes) = sent[0]
+    assert folder == str(tmp_path)
+    after = excludes[excludes.index("!example.env") :]
+    assert {"/runs", "/out", "/mine/x"} <= {*after}
+    runtime_env.actor_options(Job(working_dir=".", dir=str(tmp_path.parent / "elsewhere")))
+    assert not [pattern for pattern in sent[1][2] if "elsewhere" in pattern]
 
 
 def test_a_python_below_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from raydist.messages.agent import Open, ProcessEnd, StartRank
 from raydist.messages.mpirun import EndLaunchAgent, MpirunEnded, NextDaemons, RunDaemon
 from raydist.node import mpi_child
-from raydist.node.mpi_agent import MpiRankAgent, last_output
+from raydist.node.mpi_agent import ABORT, MpiRankAgent, exit_code_of, last_output
 from raydist.shared.errors import LaunchError
 from tests.mpi_programs import requires_openmpi
 
@@ -175,3 +175,14 @@ def test_of_a_log_only_the_end_is_read(tmp_path: Path) -> None:
     assert last_output(log).lstrip("\0") == "the end is nëar\n"
     log.write_text("short")
     assert last_output(log) == "short"
+
+
+@pytest.mark.parametrize(("abort", "code"), [(9, 9), (-1, 255), (0, 1), (256, 1)])
+def test_a_rank_that_called_mpi_abort_has_failed_with_whatever_code(abort: int, code: int) -> None:
+    line = (
+        f"Abort({abort}) on node 1 (rank 1 in comm 0): application called MPI_Abort("
+        f"MPI_COMM_WORLD, {abort}) - process 1"
+    )
+    found = ABORT.search(f"before\n{line}\n")
+    assert found is not None
+    assert (exit_code_of(int(found[1])), found[0]) == (code, line)

@@ -368,3 +368,13 @@ def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert ignored(log.read_text()) == direct
+
+
+@pytest.mark.parametrize(
+    ("python_path", "stays"),
+    [("", False), ("/x", False), (".", True), ("/p/", True), (":/x", True), ("/p/tools/..", True)],
+)
+def test_the_current_folder_stays_if_pythonpath_names_it(python_path: str, stays: bool) -> None:
+    """`PYTHONPATH=. raydist train script=tools/train.py`, where tools/train.py imports from here."""
+    found = program.without_current_folder(["", "/p", "/lib"], python_path, "/p")
+    assert found == (["", "/p", "/lib"] if stays else ["/lib"])
