@@ -150,6 +150,8 @@ def make_folder(config: DictConfig, key: str) -> str:
                 raise ConfigError.of(
                     key, folder, "it is a file", f"{key}={fresh(folder)}"
                 ) from None
+            if key == "hydra.sweep.dir":
+                refuse_second_sweep(folder, key)
         except OSError as error:
             cause = (
                 f"the folder cannot be created ({error.strerror}); RAYDIST_RUNS sets the "
@@ -158,6 +160,15 @@ def make_folder(config: DictConfig, key: str) -> str:
             raise ConfigError.of(key, folder, cause, f"{key}=FOLDER") from error
         require_writable(folder, key)
         return os.path.abspath(folder)
+
+
+def refuse_second_sweep(folder: str, key: str) -> None:
+    """Raise ConfigError for a folder with a sweep: its trials would pass for those of this one."""
+    begun = Path(folder, "sweep.json").exists()
+    if begun or any(Path(folder).glob("*/trial.json")):
+        ways = [f"sweep.resume={folder}"] if begun else []
+        cause = "a sweep is in it already"
+        raise ConfigError.of(key, folder, cause, *ways, f"{key}={fresh(folder)}") from None
 
 
 def require_writable(folder: str, key: str) -> None:

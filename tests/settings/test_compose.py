@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from raydist.settings import choices, targets
 from raydist.settings import compose as composing
-from raydist.settings.compose import compose, fresh, make_folder, runs
+from raydist.settings.compose import SweepConfig, compose, fresh, make_folder, runs
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
 
@@ -356,6 +356,18 @@ def test_the_loser_of_a_race_takes_the_next_folder(
             assert composing.select_value(config, "hydra.run.dir") == f"{here}/runs/digits/noon"
         folders = [make_folder(config, "hydra.run.dir") for config in configs]
     assert len({*folders}) == 4
+
+
+@pytest.mark.parametrize("left", ["sweep.json", "0/trial.json"])
+def test_no_second_sweep_in_the_typed_folder_of_a_first(here: Path, left: str) -> None:
+    record = here / "out" / left
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    config = SweepConfig(["job=digits", "seed=0,1", "hydra.sweep.dir=out"])
+    with pytest.raises(ConfigError, match=r"a sweep is in it already; set .*sweep.dir=out-2") as no:
+        config.make_folder()
+    assert ("sweep.resume=out" in str(no.value)) == (left == "sweep.json")
+    assert not (here / "out/multirun.yaml").exists()
 
 
 def same_second(monkeypatch: pytest.MonkeyPatch) -> None:
