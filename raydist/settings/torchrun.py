@@ -155,6 +155,10 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
     if not program:
         example = "raydist launch [flags] train.py [its arguments]"
         raise ConfigError(f"no script is named; type {example}", "script", None, example)
+    if program[0].startswith("-") and program[0] != "--":
+        example = f"raydist launch {program[0]} … {shlex.join(own)} train.py"
+        why = "torchrun's flags come before raydist's settings"
+        raise ConfigError(f"{program[0]}: {why}; type {example}", program[0], None, example)
     for name, why in REFUSED.items():
         if flags[name] is not None:
             raise ConfigError.of(f"--{name}", flags[name] or None, f"{why}; leave this flag out")
@@ -180,13 +184,13 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
         *([f"scale.numa={flags['numa-binding']}"] if flags["numa-binding"] else []),
         f"watch.output={output_ranks(flags)}",
     ]
+    typed = typed_settings(own)
+    overrides = [text for text in overrides if text.partition("=")[0] not in typed]
     if any(text.startswith("scale.max_nodes=") for text in overrides):
         notes.append(
             f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, as torchrun "
             "does"
         )
-    typed_keys = {text.partition("=")[0] for text in own}
-    overrides = [text for text in overrides if text.partition("=")[0] not in typed_keys]
     overrides += [
         *own,
         *program_overrides(program, module=flags["module"], python=not flags["no-python"]),
@@ -197,6 +201,15 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
 def is_override(text: str) -> bool:
     """Report whether this is a raydist override such as scale.cpus=4, not the script's name."""
     return re.match(r"[+~]*[a-z_][\w./@-]*=", text) is not None
+
+
+def typed_settings(own: Sequence[str]) -> set[str]:
+    """Return the settings that raydist's own overrides set, for which no flag counts."""
+    typed = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in own)}
+    # Settings win over a choice of their group: those of torchrun's defaults would, too.
+    of_nodes = {"scale.nodes", "scale.max_nodes"} if "scale" in typed else set()
+    of_ranks = {"scale.per_node"} if re.search(r"x\d", typed.get("scale", "")) else set()
+    return {*typed, *of_nodes, *of_ranks}
 
 
 def node_overrides(nnodes: str) -> list[str]:

@@ -80,6 +80,29 @@ def test_flags_become_words(line: str, says: dict[str, str]) -> None:
     assert says.items() <= words(*line.split(), "train.py").items()
 
 
+@pytest.mark.parametrize(
+    ("typed", "dropped", "kept"),
+    [
+        ("scale=2x8", {"scale.nodes", "scale.per_node"}, {}),
+        ("--nnodes 2:4 scale=2x8", {"scale.nodes", "scale.max_nodes", "scale.per_node"}, {}),
+        ("--nproc-per-node 4 scale=cluster", {"scale.nodes"}, {"scale.per_node": "4"}),
+        ("++scale.nodes=3", {"scale.nodes"}, {"++scale.nodes": "3"}),
+    ],
+)
+def test_a_typed_size_wins_over_that_of_the_flags(
+    typed: str, dropped: set[str], kept: dict[str, str]
+) -> None:
+    translated = words(*typed.split(), "train.py")
+    assert not dropped & translated.keys()
+    assert kept.items() <= translated.items()
+
+
+def test_a_flag_after_a_setting_is_no_script() -> None:
+    with pytest.raises(ConfigError, match="--nnodes: torchrun's flags come before") as refused:
+        words("scale.cpus=4", "--nnodes", "2", "train.py")
+    assert refused.value.suggestion == "raydist launch --nnodes … scale.cpus=4 train.py"
+
+
 def test_defaults_come_from_torchruns_variables() -> None:
     translated = words("train.py", PET_NNODES="3", PET_NPROC_PER_NODE="2", PET_MODULE="1")
     assert (translated["scale.nodes"], translated["scale.per_node"], translated["script"]) == (
