@@ -223,15 +223,20 @@ def run_command(arguments: argparse.Namespace) -> None:
 
 def show_settings(loader: Loader, arguments: argparse.Namespace) -> None:
     """Run --cfg and --info, which Hydra prints."""
-    from raydist.settings import compose
+    from raydist.settings import compose, references
 
     # This raises ConfigError for wrong settings.
     compose.to_job(loader.load(arguments.overrides, arguments.config_name))
     hydra, overrides = compose.hydra_app(loader), loader.translate(arguments.overrides)
     if arguments.cfg:
-        hydra.show_cfg(
-            arguments.config_name, overrides, arguments.cfg, arguments.package, arguments.resolve
-        )
+        with references.values_masked():
+            hydra.show_cfg(
+                arguments.config_name,
+                overrides,
+                arguments.cfg,
+                arguments.package,
+                arguments.resolve,
+            )
     else:
         hydra.show_info(arguments.info, arguments.config_name, overrides)
 

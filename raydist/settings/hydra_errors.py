@@ -19,6 +19,7 @@ from raydist.settings.overrides import (
     example,
     nearest_key,
     unknown,
+    without_secrets,
 )
 from raydist.shared.errors import ConfigError, nearest
 
@@ -46,10 +47,7 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
     """Return the ConfigError for an error that composing `overrides` raised."""
     match error:
         case OverrideParseException():
-            key, _, value = error.override.partition("=")
-            return ConfigError.of(
-                key, value, "a value with special characters must be quoted", f"\"{key}='{value}'\""
-            )
+            return _unreadable(Override.parse(error.override))
         case MissingConfigException():
             return _missing_choice(error, overrides)
         case MarkedYAMLError(problem_mark=Mark() as mark):
@@ -69,6 +67,15 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> ConfigError:
     return ConfigError(
         f"{where or 'conf/: '}{_text(error.__context__ if file and error.__context__ else error)}"
     )
+
+
+def _unreadable(override: Override) -> ConfigError:
+    """Return the error for an override that is not in Hydra's grammar."""
+    # raydist itself puts ++ before the entries of dictionaries.
+    key = f"{'' if dictionary_of(override.key) else override.sign}{override.key}"
+    quoted = f"\"{key}='{override.value or ''}'\""
+    value, (quoted,) = without_secrets(key, override.value or "", quoted)
+    return ConfigError.of(key, value, "a value with special characters must be quoted", quoted)
 
 
 def _wrong_value(

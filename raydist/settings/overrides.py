@@ -42,7 +42,19 @@ class Override(NamedTuple):
         return cls(text, sign, key.strip(), value if equals else None)
 
     def wrong(self, cause: str, *suggestions: str, **named: Any) -> ConfigError:
-        return ConfigError.of(self.key, self.value, cause, *suggestions, text=self.text, **named)
+        value, texts = without_secrets(self.key, self.value, self.text, cause, *suggestions)
+        text, cause, *ways = texts
+        return ConfigError.of(self.key, value, cause, *ways, text=text, **named)
+
+
+def without_secrets(key: str, value: str | None, *texts: str) -> tuple[str | None, list[str]]:
+    """Return the value of an override, and texts that contain it, with *** in place of secrets."""
+    safe = masked(value, key.lstrip("+~"))
+    if value is None or safe == value:
+        return value, [*texts]
+    return safe, [
+        text.replace(f"={value}", f"={safe}").replace(f"='{value}", f"='{safe}") for text in texts
+    ]
 
 
 def setting_fields(
@@ -166,7 +178,8 @@ def as_list(key: str, value: str) -> str:
         try:
             elements = shlex.split(value)
         except ValueError as error:
-            raise ConfigError.of(key, value, str(error), f"{key}=[VALUE,VALUE]") from error
+            shown = masked(value, key)
+            raise ConfigError.of(key, shown, str(error), f"{key}=[VALUE,VALUE]") from error
     return f"[{','.join(map(quote, elements))}]"
 
 
@@ -243,6 +256,7 @@ def unknown(
     siblings = (
         [name for name in known if name.rpartition(".")[0] == parent] if parent in PARTS else []
     )
+    value, (text,) = without_secrets(key, value, text)
     close = nearest_key(key, known, siblings)
     guess = f"{close}={value}" if close and value else close
     listed = siblings or [name for name in known if "." not in name]

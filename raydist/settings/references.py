@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,13 +20,26 @@ from raydist.settings.secrets import MASK, Replace, replace_secrets
 
 REFERENCE = "${raydist.secret:"
 _secrets: dict[str, object] = {}
+_shown: ContextVar[bool] = ContextVar("shown", default=False)
 
 
 def secret_value(name: str) -> Any:
     """Return the value that a reference stands for; OmegaConf calls this to resolve it."""
+    if _shown.get():
+        return MASK
     if name not in _secrets:
         raise LookupError(f"{name} is a secret, so its value is not saved; type it again")
     return _secrets[name]
+
+
+@contextmanager
+def values_masked() -> Iterator[None]:
+    """Let each reference stand for *** while the block runs: it prints resolved settings."""
+    before = _shown.set(True)
+    try:
+        yield
+    finally:
+        _shown.reset(before)
 
 
 def assume_values(overrides: Iterable[str]) -> None:

@@ -201,7 +201,7 @@ def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list
         may_change = each.text.lstrip("+").startswith(MAY_CHANGE) or each.key in unsaved
         if not may_change and each.text not in summary["overrides"]:
             cause = "the sweep has its settings already; leave this one out"
-            raise ConfigError.of(each.key, each.value, cause, text=each.text)
+            raise each.wrong(cause)
     every = [
         *summary["overrides"],
         *(text for text in overrides if Override.parse(text).key != "sweep.resume"),

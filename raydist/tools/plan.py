@@ -40,7 +40,7 @@ from raydist.reporting import wording
 from raydist.settings import compose
 from raydist.settings.config import Job, as_dict
 from raydist.settings.mesh import MeshShape, divides, mesh_shape
-from raydist.settings.secrets import masked
+from raydist.settings.secrets import MASK, masked
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError
 from raydist.shared.rank_names import counted
@@ -92,7 +92,7 @@ def show_plan(job: Job, as_json: bool) -> None:
     facts = [leads[slot.node_rank] for slot in plan.slots]
     rendezvous = expected_rendezvous(job, facts[0])
     variables = [
-        mask_secrets(of_rank)
+        mask_secrets(job, of_rank)
         for of_rank in network_variables.plan_variables(job, plan, facts, rendezvous)
     ]
     levers = list(network_levers.levers(job, plan, facts, variables[0]))
@@ -281,9 +281,16 @@ def expected_rendezvous(job: Job, first: Facts) -> Rendezvous:
     return Rendezvous(first.address, None, file, secret)
 
 
-def mask_secrets(variables: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
-    """Return the variables with *** as the value of secrets."""
-    return tuple(var._replace(value=masked(var.value, var.name)) for var in variables)
+def mask_secrets(job: Job, variables: Iterable[EnvVar]) -> tuple[EnvVar, ...]:
+    """Return the variables with *** as the value of secrets.
+
+    If there is an env_file, all variables of the job are secrets.
+    """
+    hidden = job.env if job.env_file else {}
+    return tuple(
+        var._replace(value=MASK if var.name in hidden else masked(var.value, var.name))
+        for var in variables
+    )
 
 
 def plan_as_data(

@@ -19,6 +19,7 @@ from raydist.settings.compose import SweepConfig
 from raydist.settings.config import Job, Target, as_saved
 from raydist.settings.overrides import SETTINGS
 from raydist.settings.secrets import is_secret, masked
+from raydist.shared.errors import ConfigError
 from raydist.sweeps.space import Space
 from tests.programs import Program
 
@@ -182,6 +183,31 @@ def test_a_secret_in_any_setting_reaches_the_job_and_no_file(
     for text in (*written, json.dumps(as_saved(job))):
         assert "hush" not in text
         assert "73313371" not in text
+
+
+@pytest.mark.parametrize(
+    "text", ["job.args.password=p(hush", "wandb.api_key=hush", "job.arg.api_key=hush"]
+)
+def test_no_refusal_shows_a_typed_secret(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose.compose([text])
+    error = refused.value
+    assert "***" in str(error)
+    assert "hush" not in f"{error} {error.value} {error.suggestion}"
+    assert "+" not in str(error)
+
+
+def test_resolved_settings_are_shown_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDIST_NOTIFY_WEBHOOK", "https://example.org/hush")
+    (tmp_path / "x.env").write_text("MYCRED=hush\n")
+    assert train.main(["--cfg", "job", "--resolve", "env_file=x.env"]) == 0
+    shown = capsys.readouterr().out
+    assert "MYCRED: '***'" in shown
+    assert "webhook: '***'" in shown
+    assert "hush" not in shown
 
 
 def test_no_refusal_shows_a_secret(

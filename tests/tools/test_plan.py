@@ -18,6 +18,7 @@ import pytest
 from raydist.cluster import connect, gcs, local_ray, placement, ray_private
 from raydist.cluster.nodes import Node, NodeType
 from raydist.network import variables
+from raydist.network.names import EnvVar
 from raydist.node import probe
 from raydist.settings.config import Backend, Job, Scale
 from raydist.tools import plan
@@ -352,3 +353,9 @@ def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> Non
     assert refused.returncode == 2
     assert "set scale=1x4" in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_shows_no_value_of_the_file_with_variables() -> None:
+    job = Job(env={"MYCRED": "hush"}, env_file="x.env")
+    given = [EnvVar("MYCRED", "hush", "set"), EnvVar("RANK", "0", "its number")]
+    assert [var.value for var in plan.mask_secrets(job, given)] == ["***", "0"]
