@@ -108,11 +108,9 @@ def runs(environ: Mapping[str, str] = os.environ) -> str:
 
     In a submitted Ray job without RAYDIST_RUNS it is ~/raydist/runs.
     """
-    if named := environ.get(env_names.RUNS):
-        return str(home.expand_home(env_names.RUNS, named).absolute())
     # Ray's job supervisor sets this variable for the command that it starts in a copy of the
     # working folder, which it deletes later.
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ:
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and not environ.get(env_names.RUNS):
         if (user_home := home.home_folder()) is None:
             cause = (
                 f"is not set, and uid {os.getuid()} has no home folder for the runs of a "
@@ -120,7 +118,7 @@ def runs(environ: Mapping[str, str] = os.environ) -> str:
             )
             raise ConfigError.of(env_names.RUNS, None, cause, f"{env_names.RUNS}=/a/folder")
         return str(user_home / "raydist" / "runs")
-    return str(Path("runs").absolute())
+    return str(home.runs_folder(environ).absolute())
 
 
 def fresh(folder: str) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 
 
@@ -30,6 +31,14 @@ def expand_home(key: str, text: str) -> Path:
     except RuntimeError:
         cause = f"the home folder {Path(text).parts[0]} is not known"
         raise ConfigError.of(key, text, cause, f"{key}=/FULL/PATH") from None
+
+
+def runs_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of all runs: RAYDIST_RUNS, else runs.
+
+    ConfigError: RAYDIST_RUNS begins with a home folder that is not known.
+    """
+    return expand_home(env_names.RUNS, environ.get(env_names.RUNS) or "runs")
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, nearest
+from raydist.shared.home import runs_folder
 from raydist.state import object_store
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.watch.web.run_note import (
@@ -88,7 +87,7 @@ def folder_of(place: str) -> Path:
     """Return the folder of the run or sweep that a person means. ConfigError: there is none."""
     if object_store.scheme(place):
         raise no_run(place, "a note is a file in a run folder of this machine", "newest")
-    root, first = find_place(place, Path(os.environ.get(env_names.RUNS, "runs")))
+    root, first = find_place(place, runs_folder())
     if not first and not is_sweep(root):
         raise no_run(place, "a note belongs to one run", "the folder of one")
     return root / first

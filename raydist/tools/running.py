@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from raydist.messages.operate import Refused
 from raydist.messages.wire import Message
-from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, RaydistError, nearest
+from raydist.shared.home import runs_folder
 from raydist.shared.record_names import EVENTS
 from raydist.tools.command_line import ToolParser
 from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, read_address
@@ -105,7 +104,7 @@ def find_running(place: str) -> tuple[Path, DriverAddress]:
 
     `place`: a run folder; a folder of runs, or `newest`, for the run there that began last.
     """
-    root = Path(os.environ.get(env_names.RUNS, "runs")) if place == "newest" else Path(place)
+    root = runs_folder() if place == "newest" else Path(place)
     if not root.is_dir():
         there = [path.name for path in root.parent.glob("*")] if root.parent.is_dir() else []
         guess = nearest(root.name, there) if place != "newest" else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import secrets
 import signal
 import sys
@@ -22,9 +21,9 @@ from urllib.parse import urlencode
 from raydist.cluster import ray_private
 from raydist.reporting.log_link import FOLDER, SWEEP
 from raydist.reporting.trace import trace_of
-from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, nearest
 from raydist.shared.events import read_events
+from raydist.shared.home import runs_folder
 from raydist.shared.record_names import EVENTS
 from raydist.shared.signals import stoppable
 from raydist.state import object_store
@@ -138,8 +137,7 @@ def find_run(arguments: argparse.Namespace, place: str, copies: Path) -> tuple[P
     It is (the folder of the list of runs, the run in it or "", what fetches its files).
     """
     if not arguments.job and not object_store.scheme(place):
-        runs = Path(os.environ.get(env_names.RUNS, "runs"))
-        return *find_place(place, runs), is_here
+        return *find_place(place, runs_folder()), is_here
     if arguments.job:
         name = arguments.job
         files = files_of_job(name, arguments.address)

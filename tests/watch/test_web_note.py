@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raydist.shared.record_names import NOTE
-from raydist.tools.note import main
+from raydist.tools.note import folder_of, main
 from raydist.watch.web.run_note import RunNote, changed_note, read_note
 from raydist.watch.web.runs import list_rows
 from tests.browser import Browser, needs_chromium
@@ -144,3 +144,12 @@ def test_a_note_on_the_page_of_a_run_that_continues_and_in_the_list(runs: Path) 
         browser.open(f"file://{runs.parents[1]}/one.html")
         browser.wait_until("document.querySelector('#note').innerText.includes('too <b>high')")
         assert_only_local(browser)
+
+
+def test_a_command_finds_runs_below_the_home_as_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAYDIST_RUNS", "~/runs")
+    write_run(tmp_path / "runs/a/b", "b")
+    assert folder_of("newest") == tmp_path / "runs/a/b"
