@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from raydist.shared import env_names
+from raydist.shared import cgroup, env_names
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.home import user_cache
 from raydist.tools import horovod_build
@@ -261,9 +261,15 @@ def cache() -> Path:
 
 
 def jobs() -> int:
-    """Return the number of parallel compilers: each needs up to 2 GiB for torch's headers."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return max(1, min(os.cpu_count() or 1, int(memory / 2)))
+    """Return the number of parallel compilers: each needs up to 2 GiB for torch's headers.
+
+    A container may have a part of the machine's memory and CPUs.
+    """
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = min(physical, cgroup.memory_left()) / 2**30
+    has_own = hasattr(os, "sched_getaffinity")
+    cpus = len(os.sched_getaffinity(0)) if has_own else os.cpu_count() or 1
+    return max(1, min(cpus, int(memory / 2)))
 
 
 def check_command() -> str:

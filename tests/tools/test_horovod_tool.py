@@ -405,3 +405,13 @@ def test_without_a_home_the_folder_for_wheels_must_be_named(
         horovod.cache()
     monkeypatch.setenv("RAYDIST_CACHE", str(tmp_path))
     assert horovod.cache() == tmp_path
+
+
+def test_compilers_fit_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {*range(16)})
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20)  # 1 TiB
+    monkeypatch.setattr("raydist.shared.cgroup.memory_left", lambda: 8 << 30)
+    assert horovod.jobs() == 4
+    monkeypatch.setattr("raydist.shared.cgroup.memory_left", lambda: 1 << 62)
+    assert horovod.jobs() == 16
