@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -80,6 +82,25 @@ def named_layer(model: nn.Module, method: str) -> nn.Module | None:
 def of_transformers(model: nn.Module) -> bool:
     """Report whether a model is one of transformers, as it is or of a class made from it."""
     return any(each.__module__.partition(".")[0] == "transformers" for each in type(model).__mro__)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Have the models of transformers in a model keep no cache of keys and values meanwhile.
+
+    It only serves the generation of text. A decoder may have a configuration for itself.
+    """
+    cached: list[Any] = []
+    for each in model.modules():
+        config: Any = getattr(each, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+            cached.append(config)
+    try:
+        yield
+    finally:
+        for config in cached:
+            config.use_cache = True
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:

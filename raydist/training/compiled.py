@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raydist.settings.config import Job
-from raydist.training.blocks import find_blocks
+from raydist.training.blocks import find_blocks, without_cache
 from raydist.training.model_call import OwnLoss
 from raydist.worker.torch_private import allow_compilations, forget_compiled
 
@@ -37,12 +37,9 @@ def compiled(job: Job, model: nn.Module, loss: Any, sharded: bool) -> Iterator[A
         for block in [] if sharded else blocks:
             block.compile()
             until_end.callback(forget_compiled, block)
-        config: Any = getattr(model, "config", None)
-        if blocks and getattr(config, "use_cache", None) is True:
-            # Each layer of a model of transformers would be compiled for its place in the cache,
-            # which only serves the generation of text.
-            config.use_cache = False
-            until_end.callback(setattr, config, "use_cache", True)
+        if blocks:
+            # Each layer of a model of transformers would be compiled for its place in the cache.
+            until_end.enter_context(without_cache(model))
         if not isinstance(loss, OwnLoss):
             yield compiled_loss(loss, job.train.loss_chunks)
             return

@@ -17,7 +17,7 @@ from raydist.settings.mesh import check_chunks, mesh_shape
 from raydist.shared.errors import ConfigError, nearest
 from raydist.state.snapshot import cloned
 from raydist.training import data, models, optim, sources
-from raydist.training.blocks import of_transformers
+from raydist.training.blocks import of_transformers, without_cache
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
 from raydist.training.compiled import compiled
 from raydist.training.evaluation import Metric
@@ -137,6 +137,9 @@ def fit(
         if shape.pp > 1:
             check_loss(used_loss, module, shape.pp)
         others = metrics or {}
+        if config.train.recompute != "none":
+            # A block that is computed again would add its keys and values to the cache once more.
+            until_end.enter_context(without_cache(module))
         if config.train.compile:
             used_loss = until_end.enter_context(
                 compiled(config, module, used_loss, sharded=comm.sharded)

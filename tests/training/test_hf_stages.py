@@ -259,3 +259,19 @@ def test_a_batch_that_cannot_be_split_is_refused() -> None:
     assert given is tokens
     assert others["position_ids"].shape == tokens.shape
     assert call.others == {"return_dict": True}
+
+
+def test_a_causal_model_is_computed_again_without_its_cache(tmp_path: Path) -> None:
+    def run(job: Job) -> Any:
+        model = built(num_hidden_layers=2)
+        raydist.fit(job, model=model, train=Rows())
+        return {name: value.detach() for name, value in model.named_parameters()}, model.config
+
+    found = []
+    for how in ("none", "blocks"):
+        job = replace(BASE, train=Train(steps=2, recompute=how))
+        (one,) = succeeded(run_ranks(1, job, run, tmp_path / how))
+        found.append(one.value[0])
+        assert one.value[1].use_cache is True
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=name)
