@@ -210,6 +210,13 @@ class ShardedComm(DDPComm):
         return dist.get_world_size()
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop the gathered parameters that a forward pass without a backward pass has left."""
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def _prefetch(groups: Sequence[nn.Module]) -> None:
     """Have each of these modules, in the order of a forward pass, gather the next one.
 

@@ -131,7 +131,13 @@ class RankModel:
             same_buffers(self.module, self.comm, me.rank)
         copied = ((self.copier.copy(batch), counts) for batch, counts in batches)
         with self.cast:
-            return evaluate(self.evaluation_model, copied, metrics, self.comm, self.device)
+            figures = evaluate(self.evaluation_model, copied, metrics, self.comm, self.device)
+        if self.comm.sharded:
+            from raydist.training.parallel import reshard  # its imports take long
+
+            # A hook that changes parameters would change gathered copies of them.
+            reshard(self.module)
+        return figures
 
 
 class StateWatch:

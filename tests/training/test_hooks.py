@@ -352,3 +352,34 @@ def test_a_pipeline_has_hooks_but_no_step_of_the_jobs_own(tmp_path: Path) -> Non
         )
         found = [values["loss"] for _, values in hooked]
         assert found == pytest.approx([each["loss"] for each in steps], abs=1e-5)
+
+
+def zeroed(job: Job) -> tuple[bool, float]:
+    """Train a divided model whose hook sets all parameters to 0 after the last evaluation; return
+    whether the hook had their shards, and the largest value in the state after it."""
+    model, sharded = Net(), list[bool]()
+
+    def on_evaluate(step: int, values: Any) -> None:
+        sharded.extend(hasattr(each, "full_tensor") for each in model.parameters())
+        with torch.no_grad():
+            for each in model.parameters():
+                each.zero_()
+
+    samples = TensorDataset(*tensors())
+    raydist.fit(
+        job,
+        model=model,
+        train=samples,
+        test=samples,
+        loss=F.cross_entropy,
+        on_evaluate=on_evaluate,
+    )
+    return all(sharded), max(
+        each.full_tensor().abs().max().item() for each in model.state_dict().values()
+    )
+
+
+def test_a_hook_changes_the_shards_of_a_divided_model(tmp_path: Path) -> None:
+    job = replace(BASE, parallel=DIVISIONS["fsdp"], train=Train(steps=1, evaluate_steps=1))
+    for rank in succeeded(run_ranks(2, job, zeroed, tmp_path)):
+        assert rank.value == (True, 0)
