@@ -20,6 +20,11 @@ def job(config: raydist.Job, size: int = 224) -> dict[str, float]:
     centred = T.Compose([T.Resize(size * 8 // 7), T.CenterCrop(size), NORMAL])
     train = data.on_disk(lambda: ImageFolder(str(root / "train"), varied), root, "train/KIND/*.jpg")
     test = data.on_disk(lambda: ImageFolder(str(root / "val"), centred), root, "val/KIND/*.jpg")
+    if differing := {*train.classes} ^ {*test.classes}:
+        first = min(differing)  # a kind is a number: its place in the order of the names
+        place = "train/" if first in train.classes else "val/"
+        cause = f"train/ and val/ have different kinds: {first} is in {place} only"
+        raise raydist.ConfigError.of("data.root", str(root), cause)
     return raydist.fit(
         config,
         model=models.build_model(config.model, num_classes=len(train.classes)),

@@ -28,12 +28,22 @@ def job(
 ) -> dict[str, float]:
     if tokenizer not in ("bytes", "bpe"):
         raise raydist.ConfigError.unknown("job.args.tokenizer", tokenizer, ("bytes", "bpe"))
+    if sample and not prompt:
+        cause = "it is empty, and the model has nothing to continue"
+        raise raydist.ConfigError.of("job.args.prompt", prompt, cause, "job.args.prompt=def")
     text = read(config.data.root)
     cut = len(text) - min(len(text) // 10, held_out * context + 1)
     parts, pairs = [text[:cut], text[cut:]], None
     if tokenizer == "bpe":
         pairs = data.byte_pairs(parts[0].numpy().tobytes(), config.model["vocab"])
         parts = [data.encode_together(pairs, part.numpy().tobytes()) for part in parts]
+    if held_out and len(parts[1]) <= context:
+        cause = (
+            f"a sample and what follows it are {context + 1} tokens, and the text that is held out "
+            f"of the training has {len(parts[1])}"
+        )
+        fits = f"job.args.context={len(parts[1]) - 1}"
+        raise raydist.ConfigError.of("job.args.context", context, cause, fits)
     train, test = (windows(part, context) for part in parts)
     me = raydist.rank()
     # on meta nothing is made yet: raydist.fit makes one block at a time, as all of a large model
@@ -46,10 +56,10 @@ def job(
         return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
     figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
-    report = {"perplexity": math.exp(figures["test_loss"])}
-    report["bits_per_byte"] = (
-        figures["test_loss"] / math.log(2) / bytes_per_token(test.tensors[1], pairs)
-    )
+    test_loss = figures["test_loss"]
+    # above 709 math.exp raises OverflowError
+    report = {"perplexity": math.inf if test_loss > 709 else math.exp(test_loss)}
+    report["bits_per_byte"] = test_loss / math.log(2) / bytes_per_token(test.tensors[1], pairs)
     # the mean, so that all ranks have the same: each has timed the steps by its own clock
     if rate := context * raydist.sum_over_ranks(models.samples_per_s()) / me.world_size:
         report["tokens_per_s"] = rate

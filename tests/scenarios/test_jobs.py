@@ -27,7 +27,7 @@ from raydist.state import checkpoint_files
 from raydist.worker import target
 from tests.conftest import ROOT
 from tests.programs import Program
-from tests.ranks import RankResult, run_ranks
+from tests.ranks import RankResult, run_ranks, succeeded
 
 JOBS = ROOT / "jobs"
 
@@ -200,6 +200,14 @@ def test_folder_of_ones_own_images(tmp_path: Path) -> None:
     saved = checkpoint_files.newest(tmp_path / "run" / "checkpoints")
     assert saved is not None
     assert saved.state["model"]["classify.2.weight"].shape[0] == 3  # one score per folder
+
+
+def test_a_kind_that_one_of_the_two_folders_lacks_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, size=2)
+    (tmp_path / "val" / "blue").rename(tmp_path / "blue")
+    job, call = composed("folder", f"data.root={tmp_path}", "model=small_cnn_rgb")
+    (result,) = run_ranks(1, job, call, tmp_path / "run")
+    assert "have different kinds: blue is in train/ only" in result.error
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "folder"])
@@ -443,3 +451,32 @@ def test_the_language_model_refuses_a_folder_without_text(tmp_path: Path) -> Non
         "its 1 text files (.md, .py, .rst, .txt) have 5 bytes, too few to learn from"
         in result.error
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("job.args.prompt=''", "job.args.prompt=: it is empty"),
+        ("job.args.context=1100", "job.args.context=1100: .* 1101 tokens, .* has 1000; "),
+    ],
+)
+def test_the_language_model_refuses_what_fails_after_the_training(
+    tmp_path: Path, word: str, cause: str
+) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n\n\n\n\n" * 1000)
+    job, call = composed("gpt", f"data.root={tmp_path}", word)
+    (result,) = run_ranks(1, job, call, tmp_path / "run")
+    assert re.search(cause, result.error)
+
+
+def test_the_language_model_reports_a_perplexity_of_any_size(tmp_path: Path) -> None:
+    job, call = composed("gpt", f"data.root={JOBS}", "job.args.sample=0")
+
+    def diverged(job: Job) -> Any:
+        import raydist
+
+        raydist.fit = lambda *args, **named: {"test_loss": 710.0}
+        return call(job)
+
+    (result,) = succeeded(run_ranks(1, job, diverged, tmp_path / "run"))
+    assert result.value["perplexity"] == float("inf")
