@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, cast
@@ -26,7 +26,7 @@ from raydist.shared.errors import ConfigError
 from raydist.training import stages
 from raydist.training.hf_stages import OUTPUTS, call_of, output_with
 from raydist.training.meta import on_meta
-from raydist.training.model_call import ModelCall
+from raydist.training.model_call import ModelCall, tensors_in
 from raydist.training.optim import without_decay
 from raydist.training.parallel import ShardedComm
 from raydist.worker import context
@@ -167,7 +167,7 @@ class Pipeline(nn.Module):
         self._stages = comm.shape.pp
         self.microbatches = microbatches(comm.job, comm.shape)
         self._loss: Callable[..., torch.Tensor] | None = None
-        self._train: PipelineScheduleSingle | None = None
+        self._train: tuple[Any, PipelineScheduleSingle] | None = None
         self._evaluate: tuple[Any, PipelineScheduleSingle] | None = None
         self._call = call_of(part)
         """The part's own, if it is one of a model of transformers."""
@@ -176,34 +176,60 @@ class Pipeline(nn.Module):
         """Run forward and backward of a batch in micro-batches; return the sum of their losses.
 
         The loss is the mean over the pipeline's ranks: the ranks of the last stage, which have the
-        loss, return a multiple of it, all others 0.
+        loss, return a multiple of it, all others 0. ConfigError: the micro-batches would differ.
         """
         inputs, named = self._given(call.inputs, call.named)
+        if len(inputs[0]) % self.microbatches:
+            cause = (
+                f"a batch of {len(inputs[0])} samples cannot be split into so many equal parts: "
+                "choose another number, or drop_last=True for your loader"
+            )
+            raise ConfigError.of("parallel.microbatches", self.microbatches, cause)
         target = call.target
         if self._call is not None:
             whole = not isinstance(target, torch.Tensor)
             loss, target = self._call.loss_of(loss, whole), inputs[0] if whole else target
         self._loss = loss
-        if self._train is None:
-            self._train = self._schedule(self.microbatches)
+        # The buffers of the schedule have these shapes.
+        shapes = [(each.shape, each.dtype) for each in tensors_in([*inputs, *named.values()])]
+        kept: AbstractContextManager[None] = nullcontext()
+        if self._train is None or self._train[0] != shapes:
+            self._train = shapes, self._schedule(self.microbatches)
+            kept = self._gradients_kept()
+        schedule = self._train[1]
         losses: list[torch.Tensor] = []
         # where torch has the argument, outputs are not kept to the end of the step
         quiet: Any = (
             {"return_outputs": False}
-            if "return_outputs" in inspect.signature(self._train.step).parameters
+            if "return_outputs" in inspect.signature(schedule.step).parameters
             else {}
         )
         context.phase("forward")
-        self._train.step(
-            *self._of_first(inputs),
-            target=target if self._last else None,
-            losses=losses,
-            **named,
-            **quiet,
-        )
+        with kept:
+            schedule.step(
+                *self._of_first(inputs),
+                target=target if self._last else None,
+                losses=losses,
+                **named,
+                **quiet,
+            )
         if not losses:
             return torch.zeros((), device=self._comm.device)
         return torch.stack(losses).sum().detach().float() * self._stages
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        """Add to the gradients those of earlier passes of the same step.
+
+        A new schedule tries the stage first, to know the shapes; torch 2.15 then clears what that
+        has added to the gradients, and all that was in them.
+        """
+        earlier = [(each, each.grad) for each in self.part.parameters() if each.grad is not None]
+        for each, _ in earlier:
+            each.grad = None
+        yield
+        for each, gradient in earlier:
+            each.grad = gradient if each.grad is None else each.grad + gradient
 
     def _schedule(self, count: int) -> PipelineScheduleSingle:
         kind = get_schedule_class(self._comm.job.parallel.schedule)

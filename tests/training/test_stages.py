@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import raydist
 from raydist.settings.config import Backend, Data, Job, Optim, Parallel, Train
@@ -20,7 +21,7 @@ from raydist.training.gpt import GPT
 from raydist.training.models import MLP, SmallCNN
 from raydist.training.stages import cut_model, forget_others, shared
 from tests.losses import next_token
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, succeeded
 from tests.training.test_parallel import whole_blocks
 
 
@@ -184,3 +185,46 @@ def test_a_stage_on_meta_is_made_block_by_block(tmp_path: Path) -> None:
     model = small().eval()
     model.load_state_dict(begin | end)
     assert torch.allclose(output, model(TOKENS), atol=1e-5)
+
+
+class Ragged(torch.utils.data.Dataset[Any]):
+    """Rows of tokens; each six are longer than those before."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.arange(index, index + 5 + index // 6 * 2)
+        return row[:-1], row[1:]
+
+
+def padded(samples: list[Any]) -> Any:
+    return [pad_sequence([*column], batch_first=True) for column in zip(*samples, strict=True)]
+
+
+def ragged(job: Job) -> str:
+    """Train on rows of any length, then on a loader whose last batch is smaller; return why it
+    cannot."""
+    torch.manual_seed(0)
+    raydist.fit(job, model=small(), train=Ragged(), collate=padded, loss=next_token)
+    if not job.parallel.microbatches:
+        return ""
+    batches = DataLoader(Subset(Ragged(), range(7)), batch_size=4, collate_fn=padded)
+    job = replace(job, train=Train(steps=2), data=Data(global_batch=4))
+    with pytest.raises(ConfigError) as caught:
+        raydist.fit(job, model=small(), train=batches, loss=next_token)
+    return str(caught.value)
+
+
+def test_the_batches_of_a_pipeline_may_have_any_shape_that_can_be_split(tmp_path: Path) -> None:
+    job = Job(
+        backend=Backend("gloo"),
+        data=Data(global_batch=12, shuffle=False),
+        optim=Optim("sgd", lr=0.5),
+        train=Train(steps=2, accumulate=2),
+    )
+    (alone,) = succeeded(run_ranks(1, job, ragged, tmp_path / "alone"))
+    staged = replace(job, parallel=Parallel(pp=2, microbatches=2))
+    for each in succeeded(run_ranks(2, staged, ragged, tmp_path / "stages")):
+        assert each.losses[:2] == pytest.approx(alone.losses, abs=1e-5)
+        assert "parallel.microbatches=2: a batch of 3 samples" in each.value
