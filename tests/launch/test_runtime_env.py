@@ -48,7 +48,12 @@ def test_runs_in_the_folder_are_not_sent_with_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYDIST_RUNS", "out")
     sent: list[Any] = []
-    monkeypatch.setattr(ray_private, "upload_folder", lambda *given: sent.append(given) or "gcs://x")  # fmt: skip
+
+    def upload(*given: Any) -> str:
+        sent.append(given)
+        return "gcs://x"
+
+    monkeypatch.setattr(ray_private, "upload_folder", upload)
     runtime_env.actor_options(Job(working_dir=".", dir="mine/x"))
     (folder, _, excludes) = sent[0]
     assert folder == str(tmp_path)
