@@ -154,7 +154,7 @@ class CutMonitor(AbstractContextManager["CutMonitor"]):
         addresses -= reached_addresses(addresses, REACH_S)
         if addresses:
             wait(answers, WITNESS_S)
-        # The driver has looked again after an answer that came late was asked for.
+        # They count when they come: the driver looks again each time, so its own view is not older.
         self._asked |= {
             key: answer for key, answer in zip(keys, answers, strict=True) if not answer.done()
         }

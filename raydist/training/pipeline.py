@@ -190,8 +190,7 @@ class Pipeline(nn.Module):
             whole = not isinstance(target, torch.Tensor)
             loss, target = self._call.loss_of(loss, whole), inputs[0] if whole else target
         self._loss = loss
-        # The buffers of the schedule have these shapes.
-        shapes = [(each.shape, each.dtype) for each in tensors_in([*inputs, *named.values()])]
+        shapes = shapes_of(inputs, named)
         kept: AbstractContextManager[None] = nullcontext()
         if self._train is None or self._train[0] != shapes:
             self._train = shapes, self._schedule(self.microbatches)
@@ -270,8 +269,7 @@ class Pipeline(nn.Module):
         All ranks must call it.
         """
         given, more = self._given(inputs, named)
-        shapes = [(each.shape, each.dtype) for each in (*given, *more.values())]
-        # The buffers of the schedule have these shapes.
+        shapes = shapes_of(given, more)
         if self._evaluate is None or self._evaluate[0] != shapes:
             count = self.microbatches if len(given[0]) % self.microbatches == 0 else 1
             # A loss of the model's own is the mean over the whole batch.
@@ -335,3 +333,8 @@ def join(job: Job, env: Mapping[str, str]) -> Iterator[ShardedComm]:
     with ddp.join(job, env) as comm:
         kind = PipelineComm if shape.pp > 1 else ShardedComm
         yield kind(comm.settings, comm.device, job, shape, listens=comm.listens, store=comm.store)
+
+
+def shapes_of(inputs: Sequence[Any], named: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the shapes and types of a batch, which the buffers of a schedule have."""
+    return [(each.shape, each.dtype) for each in tensors_in([*inputs, *named.values()])]
