@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_DEDUP_LOGS": "0",
+        "RAY_worker_niceness": "0",  # as deploy/node/environment.sh and a Ray of raydist's own have it
         "PIP_NO_CACHE_DIR": "1",  # it would stay in that home
         "RUNTIME_ENV_RETRY_TIMES": "1",  # a third attempt does not find a missing package either
         "RAYDIST_KEEP_WARM_S": "0",  # no fork server outlives its run

@@ -155,6 +155,7 @@ def write_disk(folder: Path, hosts: str, token: str) -> dict[str, str]:
         "HOME": str(folder / "home"),
         "TMPDIR": str(folder / "tmp"),
         "RAY_TMPDIR": str(folder / "tmp"),
+        "RAY_worker_niceness": "0",  # as deploy/node/environment.sh has it
     }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {

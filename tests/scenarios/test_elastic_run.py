@@ -34,7 +34,7 @@ def job(config):
     model = nn.Sequential(nn.Linear(10, 3))  # convex: what rounding does to it dies away
 
     def loss(output, target):
-        time.sleep(0 if os.path.exists("go") else 0.25)
+        time.sleep(0 if os.path.exists("go") else 0.5)
         return nn.functional.cross_entropy(output, target)
 
     raydist.fit(config, model=model, train=TensorDataset(inputs, targets), loss=loss)
