@@ -11,6 +11,7 @@ import pytest
 
 import raydist
 from raydist import cli
+from raydist.tools.command_line import run_tool
 from tests.conftest import ROOT
 
 SCRIPT = "import sys; from raydist.cli import entry_point; sys.argv[0] = 'raydist'; entry_point()"
@@ -29,6 +30,14 @@ def run_command(*words: str, cwd: Path, **variables: str) -> subprocess.Complete
         text=True,
         timeout=120,
     )
+
+
+def test_ctrl_c_ends_a_tool_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert run_tool(interrupted) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)], ids=repr)

@@ -152,11 +152,14 @@ class RayHosts(Hosts):
             plan = self.standby.replace_nodes(lost)
             bundles = {(slot.bundle, slot.node.id) for slot in plan.slots}
             held = Counter(node for _, node in bundles)
+            held.update(node.id for node in plan.spares)
             self.turn.note_size(held, self.standby.spare_nodes())
             return plan
         before = self._actors.plan
         found = wait_until_placed(self._held, before.request, self._job.scale.wait_s, self._events)
         self._actors.replace(lost, placement.replace_nodes(before, found))
+        # The queue counts on the room that its runs hold.
+        self.turn.note_size(Counter(node.id for node in found), ())
         return self._actors.plan
 
     def draining(self) -> Mapping[str, float]:

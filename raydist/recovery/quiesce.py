@@ -50,7 +50,7 @@ class Quiesce(AbstractContextManager["Quiesce"]):
             case kinds.Left():
                 self._left_ranks.add(rank)
                 return len(self._left_ranks) == self._group.plan.world_size
-            case kinds.Saved():
+            case kinds.Saved() | kinds.SaveShards():  # the shards are in the node's memory
                 return self._requested and not self._fit
         return False
 

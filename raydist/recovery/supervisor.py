@@ -306,6 +306,8 @@ class Supervisor:
         event = kinds.from_json({**found, "t": self._agents.here(rank, found["t"])})
         if isinstance(event, kinds.SaveShards):
             self._group.save_shards(event)
+            if self._quiesce.note(rank, event):
+                self._advance(phases.Quiesced())
             return
         if isinstance(event, kinds.MeetRequest):
             self._meeting.introduce(rank, event)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
+from raydist.settings.overrides import quote
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError, nearest
 
@@ -300,4 +301,8 @@ def program_overrides(program: Sequence[str], module: bool, python: bool) -> lis
         name, args = sys.executable, ["-u", name, *args]
     elif not python and name.endswith(".py"):
         name, args = "/usr/bin/env", [name if "/" in name else f"./{name}", *args]
-    return [f"script={name}", f"args={shlex.join(map(arguments.keep_braces, args))}"]
+    plain = re.fullmatch(r"[-\w./ ]*", name, re.ASCII)
+    return [
+        f"script={name if plain else quote(name)}",
+        f"args={shlex.join(map(arguments.keep_braces, args))}",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable, Sequence
 
 from raydist.shared.errors import (
@@ -78,6 +79,8 @@ def run_tool(command: Callable[[], int]) -> int:
         if not is_refusal(error):
             raise
         return print_error(LaunchError(NO_MORE_PROCESSES))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
 

@@ -79,7 +79,7 @@ def examine_cluster(job: Job, timeout: float) -> Report:
 
     ConfigError: raydist.train would refuse the job. Other launch failures become findings.
     """
-    backends.check_installed(job.backend.name)
+    backends.check_installed(job.backend.name, job.script)
     report = Report()
     with (
         storage_probe(job, report) as probe,
@@ -89,9 +89,10 @@ def examine_cluster(job: Job, timeout: float) -> Report:
         trial = replace(job, dir=str(folder), storage="", scale=replace(job.scale, keep_warm_s=0))
         try:
             with checked_group(trial, events) as group:
-                group.open(trial, preload.modules(job.job.target, group.plan.request.backend))
+                settled = settle_job(trial, group.plan)
+                group.open(settled, preload.of(settled))
                 report.note_check("launch")
-                Rounds(settle_job(trial, group.plan), group, report, timeout, probe).make()
+                Rounds(settled, group, report, timeout, probe).make()
         except (ConfigError, Stopped):
             raise
         except RaydistError as error:

@@ -19,6 +19,9 @@ PORT = 5678
 ACCEPT_S = 0.2
 """Seconds that a look for the editor takes, between two at the run."""
 TCP_TABLE = Path("/proc/net/tcp")
+ESTABLISHED = "01"
+"""Its state of a connection with two ends (include/net/tcp_states.h of Linux)."""
+NOBODY = -1
 LAUNCH = {
     "name": "raydist",
     "type": "debugpy",
@@ -65,14 +68,17 @@ def wait_for_editor(listener: socket.socket, link: Link) -> socket.socket:
 def user_of(peer: tuple[str, int]) -> int | None:
     """Return the user of the socket with this address on this machine; None: Linux does not say.
 
+    NOBODY if its other end is closed: Linux then names root, or has no row any more.
+
     Source: proc_net_tcp of the kernel's documentation.
     """
     host = int.from_bytes(socket.inet_aton(peer[0]), "little")
     with contextlib.suppress(OSError, ValueError):
         for line in TCP_TABLE.read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[1] == f"{host:08X}:{peer[1]:04X}":
+            if (fields[1], fields[3]) == (f"{host:08X}:{peer[1]:04X}", ESTABLISHED):
                 return int(fields[7])
+        return NOBODY
     return None
 
 

@@ -378,7 +378,7 @@ def each_rank(plan: Plan, variables: Sequence[Sequence[EnvVar]]) -> Iterator[str
         return
     yield "\neach rank"
     values = [{var.name: var.value for var in of_rank} for of_rank in variables]
-    rows = [[of_rank[var.name] for var in differing] for of_rank in values]
+    rows = [[of_rank.get(var.name, "") for var in differing] for of_rank in values]
     yield from wording.table([[var.name for var in differing], *rows[: wording.RANKS_SHOWN]])
     yield from more(len(rows) - wording.RANKS_SHOWN, "rank")
     yield from wording.table([[var.name, var.reason] for var in differing])

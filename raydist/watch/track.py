@@ -70,7 +70,8 @@ class Trackers(AbstractContextManager["Trackers"]):
         env.pop(env_names.NOTIFY_WEBHOOK, None)
         if self._job.script:
             made = {name: value for each in self._all for name, value in each.variables().items()}
-            env = {name: made[name] for name in made if name not in os.environ} | env
+            # A Ray that was started in another shell does not have this one's variables.
+            env = {name: os.environ.get(name, made[name]) for name in made} | env
         return dataclasses.replace(self._job, env=env, notify=Notify())
 
     def duty(self) -> Duty | None:

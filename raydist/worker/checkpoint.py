@@ -97,7 +97,7 @@ def save_request(
     return SaveRequest(
         step,
         dict(state),
-        dict(metrics or {}),
+        {name: context.plain_value(value) for name, value in (metrics or {}).items()},
         world_size,
         str(home().absolute()),
         str(current.rank.run_dir),

@@ -73,9 +73,11 @@ def become_rank(spec: RankSpec, log_fd: int) -> None:
         os.chdir(spec.cwd)
     sys.path[:] = spec.sys_path
     sys.argv = list(spec.argv)
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:
-        # libgomp read the variable when the fork server loaded it
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # libgomp read the variable when the fork server loaded it. It may be a list, of a number for
+    # each level of nesting.
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if "torch" in sys.modules and threads.isdecimal() and int(threads):
+        sys.modules["torch"].set_num_threads(int(threads))
 
 
 class RankFiles(NamedTuple):

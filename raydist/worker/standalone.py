@@ -86,6 +86,9 @@ def standalone_job(function: Callable[..., Any], overrides: list[str]) -> Job:
     job = compose(
         overrides, target=f"{Path(function.__code__.co_filename).absolute()}:{function.__name__}"
     )
+    if job.scale.gpus == 0:
+        # What the launcher gives to ranks without GPUs; torch has not looked for any yet.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if job.backend.name != "auto":
         return job
     return replace(
@@ -105,7 +108,11 @@ def run_standalone(function: Callable[..., Any], job: Job) -> Any:
         context.Context(rank=rank, emit=printer(job.watch.every_s), beat=lambda step, phase: None)
     )
     try:
-        with backends.join(job.backend.name, job, os.environ) as comm, in_run_folder(job, comm):
+        with (
+            object_store.environment(job.env),  # before gloo and NCCL read theirs
+            backends.join(job.backend.name, job, os.environ) as comm,
+            in_run_folder(job, comm),
+        ):
             if rank.world_size > 1 and job.train.gc:
                 garbage.collect_together(job.train.gc)
             return target.call_function(function, job)
@@ -138,9 +145,8 @@ def in_run_folder(job: Job, comm: backends.Comm) -> Iterator[None]:
     variables: dict[str, str] = {}
     if env_names.RESUME not in os.environ:
         run = run_folder(replace(job, dir=str(run_dir)))
-        with object_store.environment(job.env):
-            start = run_checkpoints.find_resume(job.resume, run, context.warn)
-            folder = run_checkpoints.folder_for(run, start)
+        start = run_checkpoints.find_resume(job.resume, run, context.warn)
+        folder = run_checkpoints.folder_for(run, start)
         variables = {env_names.RESUME: str(start or ""), env_names.CHECKPOINTS: str(folder)}
         comm.gather(torch.zeros(1))  # all ranks have looked before one of them saves
     with object_store.environment(variables):

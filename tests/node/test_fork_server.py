@@ -204,6 +204,18 @@ def test_a_rank_has_its_environment_folder_log_and_main_thread(warm: Node) -> No
     assert line.log().endswith("out\nerr\n")  # torch 2.8's gloo prints before
 
 
+def test_threads_of_each_level_of_nesting_can_be_set(warm: Node) -> None:
+    def job() -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    line = warm.dial()
+    line.fork(job, env={"OMP_NUM_THREADS": "2,1"})
+    assert line.receive(Ended).code == 0
+    assert line.value() == 2
+
+
 @pytest.mark.parametrize(
     ("how", "code", "number"),
     [("raise ValueError(1)", 1, 0), ("sys.exit(3)", 3, 0), ("sys.exit('no')", 1, 0), ("os._exit(7)", 7, 0),

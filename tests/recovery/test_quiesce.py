@@ -16,6 +16,7 @@ from raydist.messages.rank import HoldRank, ReleaseRank, StopAfter
 from raydist.messages.request import Request
 from raydist.recovery import quiesce as quiesce_module
 from raydist.recovery.quiesce import Quiesce
+from raydist.shared import kinds
 from raydist.shared.errors import LaunchError
 from raydist.worker.context import StopRequest
 from tests.records import event
@@ -175,6 +176,16 @@ def test_a_loop_of_ones_own_can_be_stopped_after_its_next_checkpoint() -> None:
     assert not one.note(1, event("report", step=4))
     assert one.note(0, event("saved", step=5))
     assert group.sent == []
+
+
+def test_a_loop_in_shards_can_be_stopped_once_they_are_in_the_nodes_memory() -> None:
+    one, _ = quiesce()
+    shards = kinds.SaveShards(
+        rank=0, step=3, folder="checkpoints", keep=1, best=None, metrics={}, reported={}
+    )
+    assert not one.note(0, shards)
+    assert not one.request()
+    assert one.note(0, shards)
 
 
 @pytest.mark.parametrize(

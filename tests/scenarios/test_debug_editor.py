@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from raydist.tools import editor_port
 from tests.conftest import ROOT
 from tests.dap import Editor
 from tests.programs import Program
@@ -259,11 +260,34 @@ def test_another_user_of_this_machine_is_refused(program: Program) -> None:
         )
         said = subprocess.check_output([sys.executable, "-c", code], text=True)
         assert said == "0\n"
+        # What it sent before it closed must not reach debugpy.
+        code = (
+            "import os, socket; os.setuid(65534); "
+            f"sock = socket.socket(); sock.connect(('127.0.0.1', {port})); sock.send(b'Content-')"
+        )
+        typed.process.send_signal(signal.SIGSTOP)  # until the connection is closed
+        subprocess.check_call([sys.executable, "-c", code])
+        typed.process.send_signal(signal.SIGCONT)
         editor = Editor(typed.launch, program.folder)  # it waits for the right one
         editor.attach({})
         editor.request("disconnect")
         editor.close()
         typed.end()
+
+
+@pytest.mark.parametrize(("state", "user"), [("01", 1000), ("05", editor_port.NOBODY)])
+def test_a_connection_that_is_closed_proves_no_user(
+    state: str, user: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions of Linux name user 0 for it."""
+    (table := tmp_path / "tcp").write_text(
+        "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
+        f"   0: 0100007F:C8F0 0100007F:162E {state} 00000000:00000000 03:00001763 00000000 "
+        f"{1000 if state == '01' else 0} 0 0 3 0\n"
+    )
+    monkeypatch.setattr(editor_port, "TCP_TABLE", table)
+    assert editor_port.user_of(("127.0.0.1", 0xC8F0)) == user
+    assert editor_port.user_of(("127.0.0.1", 0xC8F1)) == editor_port.NOBODY
 
 
 def test_a_rank_without_debugpy_says_what_to_install(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ def test_defaults_come_from_torchruns_variables() -> None:
         (["--no-python", "run.py"], "/usr/bin/env", "./run.py"),
         (["train", "--lr", "1"], sys.executable, "-u train --lr 1"),
         (["train.py", "--nnodes", "7", "a=b"], "train.py", "--nnodes 7 a=b"),
+        (["/data/lr=0.1/train.py"], "'/data/lr=0.1/train.py'", ""),
+        (["exp (1), Müller's/train.py"], "'exp (1), Müller\\'s/train.py'", ""),
     ],
 )
 def test_the_script_and_what_is_its_own(argv: list[str], runs: str, args: str) -> None:

@@ -93,6 +93,15 @@ def test_without_ray_this_machine_is_looked_at_and_nothing_stays(
     assert remaining_processes(str(tmp_path)) == []
 
 
+def test_a_program_is_a_job_like_any_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    monkeypatch.chdir(tmp_path)
+    words = ("group=inline", "scale=1x2", "backend=script", "script=train.py")
+    assert "this job can run: " in output_of(capsys, *words)
+
+
 def test_a_run_folder_that_cannot_be_made_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     place = "/proc/1/nowhere"  # not even root can make a folder there
     text = output_of(capsys, "group=inline", "scale=1x1", f"hydra.run.dir={place}", code=1)

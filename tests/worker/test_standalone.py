@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,33 @@ def test_the_function_is_called_with_the_settings_and_its_value_returned(
     assert value["folder"].is_relative_to(tmp_path / "runs")
     assert "RAYDIST_RESUME" not in os.environ
     assert context.current().comm is None
+
+
+def mark(config: Job) -> tuple[str | None, str, str]:
+    return os.environ.get("MARK"), config.backend.name, str(raydist.rank().device)
+
+
+def test_variables_of_the_settings_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["job.py", "env.MARK=x"])
+    assert raydist.main(mark)[0] == "x"
+    assert "MARK" not in os.environ
+
+
+def test_without_gpus_the_job_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(sys, "argv", ["job.py", "scale.gpus=0"])
+    assert raydist.main(mark)[1:] == ("gloo", "cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def save_a_tensor(config: Job) -> Any:
+    path = checkpoint.save(1, {}, metrics={"acc": torch.tensor(0.5)})  # type: ignore[dict-item]
+    return json.loads((Path(str(path)) / "meta.json").read_text())["metrics"]
+
+
+def test_a_metric_may_be_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["job.py"])
+    assert raydist.main(save_a_tensor) == {"acc": 0.5}
 
 
 def test_a_run_folder_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
