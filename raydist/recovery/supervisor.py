@@ -304,15 +304,13 @@ class Supervisor:
     def _on_event(self, rank: int, found: EventJson) -> None:
         # With a node's clock that is minutes ahead, a run of seconds would seem to take minutes.
         event = kinds.from_json({**found, "t": self._agents.here(rank, found["t"])})
-        if isinstance(event, kinds.SaveShards):
-            self._group.save_shards(event)
-            if self._quiesce.note(rank, event):
-                self._advance(phases.Quiesced())
-            return
         if isinstance(event, kinds.MeetRequest):
             self._meeting.introduce(rank, event)
             return
-        self._events.add(event)
+        if isinstance(event, kinds.SaveShards):
+            self._group.save_shards(event)
+        else:
+            self._events.add(event)
         if isinstance(event, kinds.Held | kinds.Released):
             self._set_timeouts(event)
         if self._quiesce.note(rank, event):
