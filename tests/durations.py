@@ -38,7 +38,7 @@ ESSENTIAL = {
     "tests/scenarios/test_operate_set.py": ("test_all_ranks_go_on_with_the_new_values",),
     "tests/scenarios/test_queue.py": ("test_a_paused_run_goes_on_once_it_is_resumed",),
     "tests/scenarios/test_restart_run.py": (
-        "test_a_run_that_is_struck_ends_as_if_it_had_not_been[kill16--gloo]",
+        "test_a_run_that_is_struck_ends_as_if_it_had_not_been[gloo-kill16-killed]",
     ),
     "tests/scenarios/test_sweep.py": ("test_a_full_disk_does_not_stop_a_sweep",),
     "tests/scenarios/test_train.py": (

@@ -24,5 +24,5 @@ def wait_until(
                 f"not within {timeout:g} s: {what if isinstance(what, str) else what()}"
             )
         # A condition that starts a command must not take the CPUs from what it waits for.
-        time.sleep(min(max(0.02, 2 * (now - began)), 1.0))
+        time.sleep(min(max(0.02, 9 * (now - began)), 2.0))
         began = time.monotonic()

@@ -1,4 +1,5 @@
-"""Every choice of every group in conf/, with 1, 3 and 4 ranks, as a person types it.
+"""Every choice of every group in conf/ on three ranks, as a person types it; the groups whose
+choices depend on the number of ranks with 1 and 4, too.
 
 Each runs to its end, or is refused with exit code 2 before a rank is started.
 """
@@ -25,8 +26,9 @@ from tests.scenarios.test_jobs import write_folder, write_mnist
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, requires_horovod, requires_openmpi]
 
-RANKS = (1, 3, 4)
-"""Alone, an odd number, and one that tp, pp and shards divide. Most other tests have two."""
+RANKS = {"backend": (1, 3, 4), "parallel": (1, 3, 4)}
+"""For the choices of a group: alone, an odd number, and one that tp, pp and shards divide. Most
+other tests have two ranks. Other groups: three."""
 SHORT = ("train.steps=2", "train.epochs=1")
 """Two steps show the groups, the snapshots and the end of a run."""
 SHORT_TEXT = ("data.root=text", "job.args.held_out=32", "job.args.sample=10")
@@ -195,9 +197,19 @@ def started(program: Program) -> bool:
     )
 
 
-@pytest.mark.parametrize("words", [*choices()], ids="_".join)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_choice(words: tuple[str, ...], ranks: int, tmp_path: Path, ray_address: str) -> None:
+def sizes() -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield each choice with each number of ranks that it is tested with."""
+    for words in choices():
+        group, _, _ = words[0].partition("=")
+        yield from ((ranks, words) for ranks in RANKS.get(group, (3,)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [*sizes()],
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else None,
+)
+def test_a_choice(ranks: int, words: tuple[str, ...], tmp_path: Path, ray_address: str) -> None:
     program = run(tmp_path, ray_address, short("raydist.train", *words), ranks)
     assert_ends(program, expected_code(words, ranks))
 

@@ -72,7 +72,7 @@ SERVES = r"tools\.watch(?!.*--(export|trace))"
 
 def runnable() -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield the commands on the pages that can run here, with a number of ranks that they do not
-    refuse: 3, an odd one, if possible. (test_every_choice.py has the choices with each number.)"""
+    refuse: 3, an odd one, if possible. (test_every_choice.py has choices with other numbers.)"""
     seen = {frozenset(short("raydist.train", *words)) for words in choices()}
     for shown in commands.commands_on_pages():
         if any(re.search(pattern, shlex.join(shown)) for pattern in NOT_HERE):

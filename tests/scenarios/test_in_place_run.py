@@ -112,7 +112,7 @@ def compiling(config: Any, struck: tuple[Fault, ...], backend: str) -> tuple[dic
     ("more", "backend"),
     [
         ("train.compile=blocks", "inductor"),
-        ("train.compile=true", "inductor"),
+        ("train.compile=true", "aot_eager"),
         ("train.compile=true parallel=fsdp", "aot_eager"),
     ],
 )

@@ -53,7 +53,7 @@ def hosts_and_webhook() -> Iterator[tuple[Rig, Webhook]]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[Rig, Webhook]]:
-    """Hosts for the tests that lose none."""
+    """Hosts for the tests that lose none, and for the last one."""
     with hosts_and_webhook() as both:
         yield both
 
@@ -108,31 +108,34 @@ def assert_hidden(others: list[Host]) -> None:
         assert [path for path in logs if SECRET.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize("storage", ["common", "own"])
-def test_the_loss_of_the_drivers_host_is_told_once_by_another(storage: str, tmp_path: Path) -> None:
-    """`common`: the cable is pulled, and a file in the run folder decides who tells. `own`: the power
-    is cut, and the run folder was on the disk of this host. It also was Ray's head."""
+def lose_driver(rig: Rig, webhook: Webhook, folder: Path, run: Path, power: bool) -> None:
+    """Lose the first host, its cable or its power: another host tells it, once. It has the driver of
+    a run with this run folder, and Ray's head."""
+    lost, *others = rig.hosts
+    start(rig, webhook, folder, f"hydra.run.dir={run}")
+    here = lost.root / run.relative_to("/") if power else run
+    wait_for_step(here, folder, 1)
+    wait_until(lambda: deputies(rig) == ["host1", "host2"], lambda: str(deputies(rig)), 60)
+    wait_for_more(here, folder)
+    assert_hidden(others)
+    if power:
+        lost.kill()
+    else:
+        rig.cut(lost)
+    wait_until(lambda: webhook.heard, "a message", 300)
+    wait_until(lambda: not deputies(rig), lambda: str(deputies(rig)), 120)
+    (told,) = webhook.heard
+    assert (told["event"], told["host"], told["dir"]) == ("failed", "host0", str(run))
+    assert f"host0 ({lost.address()}), has not answered host" in told["cause"]
+    assert int(told["cause"].rpartition("the last known step is ")[2]) > 0
+    assert f"resume={run}" in told["todo"]
+    assert_hidden(others)
+
+
+def test_the_loss_of_the_drivers_host_is_told_once_by_another(tmp_path: Path) -> None:
+    """The cable is pulled, and a file in the run folder decides who tells."""
     with hosts_and_webhook() as (rig, webhook):
-        lost, *others = rig.hosts
-        run = tmp_path / "run" if storage == "common" else Path("/run/mine")  # a tmpfs of each host
-        start(rig, webhook, tmp_path, f"hydra.run.dir={run}")
-        here = run if storage == "common" else lost.root / "run/mine"
-        wait_for_step(here, tmp_path, 1)
-        wait_until(lambda: deputies(rig) == ["host1", "host2"], lambda: str(deputies(rig)), 60)
-        wait_for_more(here, tmp_path)
-        assert_hidden(others)
-        if storage == "common":
-            rig.cut(lost)
-        else:
-            lost.kill()
-        wait_until(lambda: webhook.heard, "a message", 300)
-        wait_until(lambda: not deputies(rig), lambda: str(deputies(rig)), 120)
-        (told,) = webhook.heard
-        assert (told["event"], told["host"], told["dir"]) == ("failed", "host0", str(run))
-        assert f"host0 ({lost.address()}), has not answered host" in told["cause"]
-        assert int(told["cause"].rpartition("the last known step is ")[2]) > 0
-        assert f"resume={run}" in told["todo"]
-        assert_hidden(others)
+        lose_driver(rig, webhook, tmp_path, tmp_path / "run", power=False)
 
 
 def test_a_run_that_ends_tells_that_only_and_leaves_no_process(
@@ -172,3 +175,9 @@ def test_nobody_watches_for_a_run_whose_failure_nobody_wants_to_know(
     assert deputies(rig) == []
     assert run.wait(200) == 0, (tmp_path / "screen.txt").read_text()
     assert [told["event"] for told in webhook.heard] == ["finished"]
+
+
+def test_it_is_told_without_the_run_folder_too(shared: tuple[Rig, Webhook], tmp_path: Path) -> None:
+    """The power is cut, and the run folder was on the disk of this host. The last test: Ray's head
+    is lost, too."""
+    lose_driver(*shared, tmp_path, Path("/run/mine"), power=True)  # a tmpfs of each host

@@ -1,4 +1,6 @@
-"""Commands about a submitted job, typed on a laptop that reaches nothing but the dashboard's port."""
+"""A submitted job: commands about it, typed on a laptop that reaches nothing but the dashboard's port,
+and what another user of the driver's host gets of it, who has no token of the cluster or a wrong one:
+nothing, neither by the dashboard's port, nor from sockets, files and processes."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.dap import Editor
+from tests.other_user import CONNECT, PATIENCE_S, SEEN, other_user
 from tests.rig import Host, Rig, hosts, requires_root
 from tests.rig.namespaces import CAPTURED, NET, Space, enter, finish
 from tests.scenarios.test_exec_typed import PROMPT, SHELL
@@ -33,7 +36,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     requires_root,
 ]
-PATIENCE_S = 600.0
 JOB = "operated"
 Made = TypeVar("Made")
 
@@ -105,7 +107,7 @@ def laptop_of(rig: Rig, folder: Path, token: str) -> Iterator[Laptop]:
 def jobs(rig: Rig) -> str:
     """`ray job list` on the cluster."""
     host = rig.hosts[0]
-    env = {"RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265"}
+    env = {"RAY_API_SERVER_ADDRESS": dashboard(rig)}
     argv = ["python", "-m", "ray.scripts.scripts", "job", "list"]
     return host.run(argv, env=env, timeout=PATIENCE_S).stdout
 
@@ -150,56 +152,121 @@ def assert_an_editor_debugs(laptop: Laptop, project: Path) -> None:
         assert (command.returncode, ends.splitlines()[-1]) == (0, "the rank continues"), error
 
 
-def test_a_laptop_that_reaches_the_dashboards_port_operates_a_job(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    """Two hosts on which a job runs."""
     with hosts(2, nics=("eth0",)) as rig:
         rig.ray_up(cpus=2, dashboard=True, env={"PYTHONPATH": str(ROOT)})
-        host, second = rig.hosts
-        project = host.folder / "home/project"
+        project = project_of(rig)
         project.mkdir()
         (project / "steps.py").write_text(textwrap.dedent(PROGRAM))
-        token = (host.folder / "home/.ray/auth_token").read_text().strip()
         argv = ["python", "-m", "raydist.tools.submit", "--no-wait", "--submission-id", JOB]
-        host.run(
-            [*argv, "scale=2x1", "script=steps.py"],
-            env={
-                "PYTHONPATH": str(ROOT),
-                "RAY_API_SERVER_ADDRESS": f"http://{host.address()}:8265",
-            },
-            cwd=project,
-            timeout=PATIENCE_S,
+        env = {"PYTHONPATH": str(ROOT), "RAY_API_SERVER_ADDRESS": dashboard(rig)}
+        words = ["scale=2x1", "script=steps.py"]
+        rig.hosts[0].run([*argv, *words], env=env, cwd=project, timeout=PATIENCE_S)
+        yield rig
+
+
+def project_of(rig: Rig) -> Path:
+    return rig.hosts[0].folder / "home/project"
+
+
+def dashboard(rig: Rig) -> str:
+    return f"http://{rig.hosts[0].address()}:8265"
+
+
+def test_another_user_without_the_token_gets_nothing_of_a_job(rig: Rig) -> None:
+    first, second = rig.hosts
+    where = ["--job", JOB, "--address", dashboard(rig)]
+    command = ["python", "-m", "raydist.cli"]
+
+    def own(*words: str) -> list[str]:
+        """Return the command of the cluster's user."""
+        here = words.index("--") if "--" in words else len(words)
+        return [*command, *words[:here], *where, *words[here:]]
+
+    env = {"PYTHONPATH": str(ROOT)}
+
+    def listed() -> list[int]:
+        done = second.run(own("ranks", "--json"), env=env, check=False, timeout=PATIENCE_S)
+        assert done.returncode in (0, 2), done.stderr  # 2: its ranks start
+        return [json.loads(line)["rank"] for line in done.stdout.splitlines()]
+
+    wait_until(lambda: listed() == [0, 1], "the ranks", PATIENCE_S)
+    other, token = other_user(first), (first.folder / "home/.ray/auth_token").read_text().strip()
+
+    none: dict[str, str] = {}
+    for variables in (none, {"RAY_AUTH_MODE": "disabled"}, auth(""), auth("0" * 64)):
+        for words in (["ranks"], ["stacks"]):
+            refused = other.type(*words, *where, **variables)
+            assert (refused.returncode, refused.stdout) == (2, ""), (variables, refused.stderr)
+            assert "token" in refused.stderr
+    for words in (["stop"], ["save"], ["exec", "rank=0"]):
+        more = ["--", "touch", "/tmp/by-another-user"] if words[0] == "exec" else []
+        refused = other.type(*words, *where, *more, **auth("0" * 64))
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "token" in refused.stderr
+    assert not Path("/tmp/by-another-user").exists()
+    assert listed() == [0, 1]  # the run has not been stopped
+
+    (address,) = first.folder.rglob("driver.json")
+    folder = f"{SEEN}/disk/{address.parent.relative_to(first.folder)}"
+    refused = other.type("ranks", folder)
+    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+    assert "its driver belongs to another user" in refused.stderr
+    said = other.python("-c", CONNECT)
+    *answers, last = said.stdout.splitlines()
+    assert int(last.split()[1]) > 0, said.stderr
+    assert set(answers) == {"answer: none"}
+
+    # What the cluster's user asks for meanwhile, and what comes back, on its way through this host.
+    words = ["exec", "rank=1", "--", "sh", "-c", "echo whi''sper; sleep 20; : murmur"]
+    with second.popen(own(*words), env=env, **CAPTURED) as typed:
+        looks = 0
+        while typed.poll() is None:
+            assert other.found("whisper", "murmur", token) == []
+            looks += 1
+        output, errors = typed.communicate()
+    assert output == "whisper\n", errors
+    assert looks > 1
+    assert other.found("whisper", "murmur", token) == []
+    assert jobs(rig).count("raydist-") == 0
+
+
+def test_a_laptop_that_reaches_the_dashboards_port_operates_a_job(rig: Rig, tmp_path: Path) -> None:
+    """It stops the job at its end."""
+    host, second = rig.hosts
+    token = (host.folder / "home/.ray/auth_token").read_text().strip()
+    with laptop_of(rig, tmp_path, token) as laptop:
+        wait_until(
+            lambda: "steps.py" in laptop.type("stacks", "rank=1").stdout, "stacks", PATIENCE_S
         )
-        with laptop_of(rig, tmp_path, token) as laptop:
-            early = laptop.type("stacks")
-            assert early.returncode in (0, 2), early.stderr  # its ranks start
-            wait_until(
-                lambda: "steps.py" in laptop.type("stacks", "rank=1").stdout, "stacks", PATIENCE_S
-            )
-            rows = [json.loads(line) for line in laptop.type("ranks", "--json").stdout.splitlines()]
-            assert [row["host"] for row in rows] == [host.name, second.name]
-            done = laptop.type("exec", "rank=1", "--", "sh", "-c", "hostname; echo no >&2; exit 7")
-            assert (done.stdout, done.returncode) == (f"{second.name}\n", 7), done.stderr
-            assert "no\n" in done.stderr
-            said = laptop.type("debug", "rank=1", typed="p 40 + 2\nq\n")
-            assert "42" in said.stdout, said.stderr
-            assert "the rank continues" in said.stdout
-            piped = laptop.type("exec", "rank=1", "-i", "--", "cat", typed="one\ntwo\n")
-            assert (piped.stdout, piped.returncode) == ("one\ntwo\n", 0), piped.stderr
-            assert_a_person_types(laptop, second)
-            assert_an_editor_debugs(laptop, project)
-            profiled = laptop.type("profile", "steps=2")
-            assert "profile: operate/profile-" in profiled.stdout, profiled.stderr
-            for wrong in ("0" * 64, " "):
-                refused = laptop.type("ranks", token=wrong)
-                assert refused.returncode == 2
-                assert not refused.stdout
-                assert "token" in refused.stderr
-            unfit = laptop.type("save")
-            assert (unfit.returncode, unfit.stdout) == (2, "")
-            assert "the program is not in raydist.fit" in unfit.stderr
-            assert jobs(rig).count("raydist-") == 0  # the small jobs are deleted
-            stopped = laptop.type("stop")
-            assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, "stopped")
-            wait_until(lambda: "STOPPED" in jobs(rig) or "FAILED" in jobs(rig), "end", PATIENCE_S)
-            late = laptop.type("ranks")
-            assert late.returncode == 2
-            assert "has ended" in late.stderr
+        rows = [json.loads(line) for line in laptop.type("ranks", "--json").stdout.splitlines()]
+        assert [row["host"] for row in rows] == [host.name, second.name]
+        done = laptop.type("exec", "rank=1", "--", "sh", "-c", "hostname; echo no >&2; exit 7")
+        assert (done.stdout, done.returncode) == (f"{second.name}\n", 7), done.stderr
+        assert "no\n" in done.stderr
+        said = laptop.type("debug", "rank=1", typed="p 40 + 2\nq\n")
+        assert "42" in said.stdout, said.stderr
+        assert "the rank continues" in said.stdout
+        piped = laptop.type("exec", "rank=1", "-i", "--", "cat", typed="one\ntwo\n")
+        assert (piped.stdout, piped.returncode) == ("one\ntwo\n", 0), piped.stderr
+        assert_a_person_types(laptop, second)
+        assert_an_editor_debugs(laptop, project_of(rig))
+        profiled = laptop.type("profile", "steps=2")
+        assert "profile: operate/profile-" in profiled.stdout, profiled.stderr
+        for wrong in ("0" * 64, " "):
+            refused = laptop.type("ranks", token=wrong)
+            assert refused.returncode == 2
+            assert not refused.stdout
+            assert "token" in refused.stderr
+        unfit = laptop.type("save")
+        assert (unfit.returncode, unfit.stdout) == (2, "")
+        assert "the program is not in raydist.fit" in unfit.stderr
+        assert jobs(rig).count("raydist-") == 0  # the small jobs are deleted
+        stopped = laptop.type("stop")
+        assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, "stopped")
+        wait_until(lambda: "STOPPED" in jobs(rig) or "FAILED" in jobs(rig), "end", PATIENCE_S)
+        late = laptop.type("ranks")
+        assert late.returncode == 2
+        assert "has ended" in late.stderr

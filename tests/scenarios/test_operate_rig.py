@@ -1,9 +1,10 @@
-"""Commands about a run, typed on another host than that of its driver: over Ray, with its token."""
+"""Commands about a run, typed on other hosts than that of its driver: over Ray, with its token."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import textwrap
 from collections.abc import Iterator
@@ -13,9 +14,19 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.rig import Rig, hosts, requires_root
+from tests.scenarios.test_exec_typed import PROGRAM as REDUCES
+from tests.scenarios.test_exec_typed import PROMPT, SHELL
+from tests.terminals import Terminal
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.slow, requires_root]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    requires_root,
+]
+PATIENCE_S = 600.0
 COMMAND = ["python", "-m", "raydist.cli"]
 PROGRAM = """
     import os, time
@@ -35,17 +46,53 @@ PROGRAM = """
 """
 
 
+ODD = """
+    import ctypes, os, signal, time
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, Dataset
+
+    class Stuck(Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            time.sleep(3600)
+
+    def load():
+        for batch in DataLoader(Stuck(), num_workers=1):
+            print(batch)
+
+    def wait_for_all():
+        dist.all_reduce(torch.ones(3))
+
+    def loop():
+        while True: time.time()
+
+    def hold_the_gil():
+        while True: ctypes.PyDLL(None).sleep(3600)
+
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    wait_for_all()
+    print("rank", rank, "has met the others", flush=True)
+    odd = {2: loop, 3: hold_the_gil, 4: load, 5: lambda: os.kill(os.getpid(), signal.SIGSTOP)}
+    odd.get(rank, wait_for_all)()
+"""
+
+
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with hosts(2) as rig:
+    """Three hosts. The driver is on the first, which has room for one rank."""
+    with hosts(3) as rig:
         for host in rig.hosts:
             host.environment["PYTHONPATH"] = str(ROOT)
-        rig.ray_up(cpus=2)
+        rig.ray_up(cpus=3, head_cpus=1)
         yield rig
 
 
 def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: Path) -> None:
-    first, second = rig.hosts
+    first, second, _ = rig.hosts
     (tmp_path / "steps.py").write_text(textwrap.dedent(PROGRAM))
     words = ["script=steps.py", "scale=2x1", f"hydra.run.dir={tmp_path}/run"]
     log = (tmp_path / "screen.txt").open("w")
@@ -61,14 +108,15 @@ def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: P
         wait_until((tmp_path / "run/driver.json").exists, (tmp_path / "screen.txt").read_text, 120)
         done = operate("ranks", "run", "--json")
         rows = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [row["host"] for row in rows] == [first.name, second.name], done.stderr
+        names = [row["host"] for row in rows]
+        assert len({*names} & {host.name for host in rig.hosts}) == 2, done.stderr
         refused = operate("ranks", "run", token="0" * 64)
         assert refused.returncode != 0
         assert str(rows[0]["pid"]) not in refused.stdout
 
         wait_until(lambda: "steps.py" in operate("stacks", "run").stdout, "the program", 120)
         both = operate("exec", "run", "--all", "--", "hostname")
-        assert sorted(both.stdout.split()) == sorted(["[0]", first.name, "[1]", second.name]), (
+        assert sorted(both.stdout.split()) == sorted(["[0]", names[0], "[1]", names[1]]), (
             both.stderr
         )
         profiled = operate("profile", "run", "steps=2")
@@ -76,7 +124,7 @@ def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: P
         (file,) = (tmp_path / "run/operate").glob("profile-*.json.gz")
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-        assert named == {f"rank 0 · {first.name}", f"rank 1 · {second.name}"}
+        assert named == {f"rank 0 · {names[0]}", f"rank 1 · {names[1]}"}
         reduced = [event["pid"] for event in events if event["name"] == "gloo:all_reduce"]
         assert sorted(reduced) == [1, 1, 1001, 1001]
         (tmp_path / "hold").touch()
@@ -89,6 +137,103 @@ def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: P
         stopped = operate("stop", "run")
         assert stopped.returncode == 0, stopped.stderr
         assert driver.wait(120) == 143
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_a_person_types_on_a_third_host(rig: Rig, tmp_path: Path) -> None:
+    first, *others = rig.hosts
+    (tmp_path / "reduces.py").write_text(textwrap.dedent(REDUCES))
+    words = ["script=reduces.py", "scale=2x1", f"hydra.run.dir={tmp_path}/run"]
+    with (tmp_path / "screen.txt").open("w") as log:
+        driver = first.popen([*COMMAND, "train", *words], cwd=tmp_path, stdout=log, stderr=log)
+    screen = (tmp_path / "screen.txt").read_text
+    wait_until((tmp_path / "run/driver.json").exists, screen, 120)
+    try:
+        rows = first.run([*COMMAND, "ranks", "run"], cwd=tmp_path).stdout.splitlines()
+        (there,) = [host for host in rig.hosts if host.name == rows[2].split()[1]]
+        last = next(host for host in others if host is not there)
+        shell = " ".join(SHELL[1:])
+
+        def processes() -> set[str]:
+            return set(there.processes().values())
+
+        typed = [*COMMAND, "exec", "run", "rank=1", "-it", *SHELL]
+        with Terminal(typed, last.popen, cwd=tmp_path) as terminal:
+            terminal.wait_for(PROMPT)
+            terminal.enter("echo rank=$RANK= on $(hostname); stty size\n")
+            terminal.wait_for(rf"rank=1= on {there.name}\r\n24 80\r\n")
+            terminal.resize(30, 99)
+            terminal.enter("stty size\n")
+            terminal.wait_for(r"\r30 99\r\n")
+            terminal.enter("sleep 36005\n")
+            wait_until(lambda: "sleep 36005" in processes(), "the sleep", 60)
+            terminal.enter("\x03")
+            terminal.enter("exit 5\n")
+            assert terminal.wait() == 5
+            assert terminal.modes == terminal.modes_before
+
+        pipe = " ".join([*COMMAND, "exec", "run", "rank=0", "-i", "--", "cat"])
+        whole = f"head -c 1000000 /dev/urandom > data && {pipe} < data | cmp - data"
+        last.run(["sh", "-c", whole], cwd=tmp_path)
+
+        with Terminal(typed, last.popen, cwd=tmp_path) as terminal:
+            terminal.wait_for(PROMPT)
+            terminal.enter("sleep 36007\n")
+            wait_until(lambda: {"sleep 36007", shell} <= processes(), "the sleep", 60)
+            terminal.close()
+            wait_until(lambda: not {"sleep 36007", shell} & processes(), "their end", 60)
+        assert driver.poll() is None, screen()
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_stacks_of_odd_ranks_on_other_hosts(rig: Rig, tmp_path: Path) -> None:
+    first, *others = rig.hosts
+    (tmp_path / "odd.py").write_text(textwrap.dedent(ODD))
+    words = ["script=odd.py", "scale=2x3", "hang.end=false", f"hydra.run.dir={tmp_path}/run"]
+    screen = tmp_path / "screen.txt"
+    with screen.open("w") as log:
+        driver = first.popen([*COMMAND, "train", *words], cwd=tmp_path, stdout=log, stderr=log)
+
+    def operate(*words: str) -> subprocess.CompletedProcess[str]:
+        return first.run([*COMMAND, *words], cwd=tmp_path, check=False, timeout=PATIENCE_S)
+
+    try:
+        met = "has met the others"
+        wait_until(lambda: screen.read_text().count(met) == 6, screen.read_text, PATIENCE_S)
+        wait_until(
+            lambda: "stopped by a signal" in operate("ranks", "run").stdout, "SIGSTOP", PATIENCE_S
+        )
+        wait_until(
+            lambda: "data loader" in operate("stacks", "run", "rank=4").stdout, "it", PATIENCE_S
+        )
+        rows = map(json.loads, operate("ranks", "run", "--json").stdout.splitlines())
+        assert [row["host"] for row in rows] == [host.name for host in others for _ in range(3)]
+        done = operate("stacks", "run")
+        said = {text.partition(":")[0]: text for text in re.split(r"\n(?=ranks? )", done.stdout)}
+        assert next(iter(said)) == "rank 5", done.stderr  # the one that is stopped
+        assert said.keys() == {"ranks 0-1", *(f"rank {n}" for n in range(2, 6))}
+        line = {text.strip(): n for n, text in enumerate(textwrap.dedent(ODD).splitlines(), 1)}
+        for ranks, place, way in (
+            (
+                "ranks 0-1",
+                f"all_reduce at odd.py:{line['dist.all_reduce(torch.ones(3))']}",
+                "thread",
+            ),
+            ("rank 2", f"odd.py:{line['while True: time.time()']}", "by a thread"),
+            ("rank 3", f"odd.py:{line['while True: ctypes.PyDLL(None).sleep(3600)']}", "in C"),
+            ("rank 4", "waits for its data loader at odd.py", "by a thread"),
+            ("rank 5", "stopped by a signal (SIGSTOP); kill -CONT", ""),
+        ):
+            head, _, rest = said[ranks].partition("\n")
+            assert place in head
+            assert way in rest
+        assert f"on {others[0].name}, pid" in said["rank 2"]
+        assert f"on {others[1].name}, pid" in said["rank 4"]
+        assert "waits in all_reduce of [[3]]" in said["ranks 0-1"]
     finally:
         driver.kill()
         driver.wait()

@@ -96,22 +96,24 @@ def losses(done: Result[Any]) -> list[float]:
     return [loss for _, loss in sorted(result.items())]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+OF_HOROVOD = partial(pytest.param, "horovod", marks=requires_horovod)
+
+
 @pytest.mark.parametrize(
-    ("struck", "how"),
+    ("backend", "struck", "how"),
     [
-        (kill(1, 10), "killed"),
-        (
-            kill(0, 16),
-            "killed",
-        ),  # the last step of an epoch: evaluation and checkpoint come after the restart
-        (Fault("raise", 1, 20), "raised"),
-        (Fault("exit", 0, 33), "exited"),
-        (Fault("abort", 1, 1), "killed"),
-        (Fault("stop", 1, 20), "hung"),
-        (Fault("skip", 0, 12), "hung"),
+        ("gloo", kill(1, 10), "killed"),
+        # the last step of an epoch: evaluation and checkpoint come after the restart
+        ("gloo", kill(0, 16), "killed"),
+        ("gloo", Fault("exit", 0, 33), "exited"),
+        ("gloo", Fault("abort", 1, 1), "killed"),
+        ("gloo", Fault("stop", 1, 20), "hung"),
+        ("gloo", Fault("skip", 0, 12), "hung"),
+        OF_HOROVOD(kill(0, 16), "killed"),
+        OF_HOROVOD(Fault("raise", 1, 20), "raised"),
+        OF_HOROVOD(Fault("skip", 0, 12), "hung"),
     ],
-    ids=lambda value: f"{value.act}{value.step}" if isinstance(value, Fault) else "",
+    ids=lambda value: f"{value.act}{value.step}" if isinstance(value, Fault) else None,
 )
 def test_a_run_that_is_struck_ends_as_if_it_had_not_been(
     on_ray: Path, backend: str, struck: Fault, how: str
@@ -220,11 +222,13 @@ def test_a_pipeline_goes_on_from_memory(on_ray: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it compiles in two runs
-@pytest.mark.parametrize(("how", "backend"), [("true", "aot_eager"), ("blocks", "inductor")])
-def test_a_compiled_model_goes_on_to_the_bit(on_ray: Path, how: str, backend: str) -> None:
+@pytest.mark.parametrize("how", ["true", "blocks"])
+def test_a_compiled_model_goes_on_to_the_bit(on_ray: Path, how: str) -> None:
+    """Without the code generator behind dynamo, which test_in_place_run has."""
+
     def run(*struck: Fault) -> Result[Any]:
         words = ("scale=1x2", "group=inline", *WORDS, f"train.compile={how}")
-        return raydist.run(faults.compiled, *words, struck=struck, backend=backend)
+        return raydist.run(faults.compiled, *words, struck=struck, backend="aot_eager")
 
     whole, done = run(), run(kill(1, 6))  # in mid-epoch
     assert len(losses(whole)) == 12
@@ -335,13 +339,10 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_a_restart(on_ray: Path) 
     assert any("step-00000020 is skipped" in text for text in done.warnings)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
-    on_ray: Path, backend: str
-) -> None:
-    words = (f"backend={backend}", "snapshot.every=0", "checkpoint.every=16")
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(on_ray: Path) -> None:
+    words = ("backend=gloo", "snapshot.every=0", "checkpoint.every=16")
     done = train(*words, struck=(Fault("damage", 0, 40),))
-    assert (done.values, losses(done)) == unbroken(backend)
+    assert (done.values, losses(done)) == unbroken("gloo")
     (back,) = events(done, "restarted")
     assert (back["step"], back["repeated"]) == (17, 24)
     assert any("step-00000032 is skipped" in text for text in done.warnings)
@@ -371,22 +372,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(
-    ("backend", "division"),
-    [("gloo", "ddp"), pytest.param("horovod", "ddp", marks=requires_horovod), ("gloo", "fsdp")],
-)
+@pytest.mark.parametrize("division", ["ddp", "fsdp"])
 def test_a_full_disk_does_not_stop_the_training(
-    on_ray: Path, small_disk: Path, backend: str, division: str
+    on_ray: Path, small_disk: Path, division: str
 ) -> None:
     words = (
-        f"backend={backend}",
+        "backend=gloo",
         f"parallel={division}",
         "checkpoint.every=16",
         f"hydra.run.dir={small_disk}/run",
     )
     done = train(*words, struck=(Fault("fill", 0, 20),))
     assert done.status == "finished"
-    assert done.values == unbroken(backend, f"parallel={division}")[0]
+    assert done.values == unbroken("gloo", f"parallel={division}")[0]
     for word in (
         "cannot be written (No space left on device)",
         "a checkpoint could not be written: OSError",
@@ -679,7 +677,7 @@ def back(started: Program, count: int) -> bool:
 @pytest.mark.usefixtures("on_path")
 @pytest.mark.parametrize(
     ("backend", "epochs", "kills"),
-    [("gloo", 25, 12), pytest.param("horovod", 9, 4, marks=requires_horovod)],
+    [("gloo", 13, 6), pytest.param("horovod", 7, 3, marks=requires_horovod)],
 )
 def test_a_storm_changes_nothing(
     tmp_path: Path, on_ray: Path, backend: str, epochs: int, kills: int

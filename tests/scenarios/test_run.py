@@ -223,8 +223,11 @@ ENDS: list[tuple[str, str, Callable[[], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("how", "words", "act"), ENDS, ids=[words for _, words, _ in ENDS])
+@pytest.mark.parametrize(
+    ("group", "how", "words", "act"),
+    [("group=ray", *end) for end in ENDS] + [("group=inline", *end) for end in ENDS[2:4]],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_the_rank_that_failed_is_named_and_the_others_are_ended(
     on_ray: Path, group: str, how: str, words: str, act: Callable[[], Any]
 ) -> None:

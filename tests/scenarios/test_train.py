@@ -93,8 +93,9 @@ def test_a_persons_own_file_with_a_model_of_its_own(tmp_path: Path, ray_address:
     assert alone.returncode == 0, alone.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("local", [True, False], ids=["own Ray", "cluster"])
+@pytest.mark.parametrize(
+    ("number", "code", "local"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)]
+)
 def test_a_signal_ends_the_run_in_order(
     tmp_path: Path, ray_address: str, number: signal.Signals, code: int, local: bool
 ) -> None:
