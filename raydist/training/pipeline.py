@@ -89,7 +89,7 @@ class PipelineComm(ShardedComm):
                 stages.keep_tied(model, whole, self.tied[here[whole]].parameter)
         for each in self.tied.values() if empty else ():
             each.take_from_first()
-        pipeline = Pipeline(part, self, names)
+        pipeline = Pipeline(part, self, names, self._shard_group())
         model.forward = pipeline.everywhere
         return pipeline
 
@@ -106,6 +106,19 @@ class PipelineComm(ShardedComm):
                 if dist.get_rank() in ranks:
                     found[held] = group
         return found
+
+    def _shard_group(self) -> Any:
+        """Return the group of the ranks that have the parts of this rank's parameters, over gloo.
+
+        None: this rank has them whole. A collective of all ranks.
+        """
+        if self.shape.shard == 1:
+            return None
+        own = None
+        for ranks in self.everyone.mesh.transpose(2, 3).reshape(-1, self.shape.shard).tolist():
+            group = new_group(ranks, backend="gloo")
+            own = group if dist.get_rank() in ranks else own
+        return own
 
     @contextmanager
     def accumulating(self, model: nn.Module) -> Iterator[None]:
@@ -157,11 +170,12 @@ class Names:
 class Pipeline(nn.Module):
     """This rank's stage, and the schedule by which it works with the other stages."""
 
-    def __init__(self, part: nn.Module, comm: PipelineComm, names: Names) -> None:
+    def __init__(self, part: nn.Module, comm: PipelineComm, names: Names, shard_group: Any) -> None:
         super().__init__()
         self.part = part
         self.names = names
         self._comm = comm
+        self._shard_group = shard_group
         self._group = comm.everyone.get_group("pp")
         self._stage = comm.everyone.get_local_rank("pp")
         self._stages = comm.shape.pp
@@ -192,9 +206,10 @@ class Pipeline(nn.Module):
         self._loss = loss
         shapes = shapes_of(inputs, named)
         kept: AbstractContextManager[None] = nullcontext()
-        if self._train is None or self._train[0] != shapes:
+        if self._needs_new(self._train, shapes):
             self._train = shapes, self._schedule(self.microbatches)
             kept = self._gradients_kept()
+        assert self._train is not None
         schedule = self._train[1]
         losses: list[torch.Tensor] = []
         # where torch has the argument, outputs are not kept to the end of the step
@@ -229,6 +244,21 @@ class Pipeline(nn.Module):
         yield
         for each, gradient in earlier:
             each.grad = gradient if each.grad is None else each.grad + gradient
+
+    def _needs_new(self, known: tuple[Any, Any] | None, shapes: list[tuple[Any, ...]]) -> bool:
+        """Report whether a batch needs another schedule than the last one. A collective.
+
+        A new schedule tries the stage first, which gathers its parameters. So all ranks that have
+        parts of them begin a new one if one of them must, whatever the shapes of their batches:
+        otherwise one would gather while another already sums gradients, and both would wait.
+        """
+        needs = known is None or known[0] != shapes
+        if self._shard_group is None:
+            return needs
+        # on the host, because with NCCL it would wait for the work of the GPU
+        count = torch.tensor(int(needs))
+        dist.all_reduce(count, group=self._shard_group)
+        return bool(count)
 
     def _schedule(self, count: int) -> PipelineScheduleSingle:
         kind = get_schedule_class(self._comm.job.parallel.schedule)
@@ -270,11 +300,12 @@ class Pipeline(nn.Module):
         """
         given, more = self._given(inputs, named)
         shapes = shapes_of(given, more)
-        if self._evaluate is None or self._evaluate[0] != shapes:
+        if self._needs_new(self._evaluate, shapes):
             count = self.microbatches if len(given[0]) % self.microbatches == 0 else 1
             # A loss of the model's own is the mean over the whole batch.
             count = 1 if self._call is not None else count
             self._evaluate = shapes, gpipe(self._new_stage(), count)
+        assert self._evaluate is not None
         with torch.no_grad():
             output = self._evaluate[1].step(*self._of_first(given), **more)
         return self._call.output_of(output) if self._call is not None and self._last else output

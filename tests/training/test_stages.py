@@ -228,3 +228,32 @@ def test_the_batches_of_a_pipeline_may_have_any_shape_that_can_be_split(tmp_path
     for each in succeeded(run_ranks(2, staged, ragged, tmp_path / "stages")):
         assert each.losses[:2] == pytest.approx(alone.losses, abs=1e-5)
         assert "parallel.microbatches=2: a batch of 3 samples" in each.value
+
+
+def test_the_batches_of_the_ranks_of_a_stage_may_differ_in_shape(tmp_path: Path) -> None:
+    """In the second pass, and in the second batch of the evaluation, only one of two ranks gets a
+    new shape; the other one has no samples in the last batch of the evaluation."""
+
+    def train(job: Job) -> dict[str, float]:
+        torch.manual_seed(0)
+        test = Subset(Ragged(), [0, 1, 2, 3, 4, 9, 5, 10, 11])
+        return raydist.fit(
+            job, model=small(), train=Ragged(), test=test, collate=padded, loss=next_token
+        )
+
+    job = Job(
+        backend=Backend("gloo", timeout_s=120),
+        data=Data(global_batch=8, shuffle=False),
+        optim=Optim("sgd", lr=0.5),
+        train=Train(steps=3, accumulate=4),
+    )
+    (alone,) = succeeded(run_ranks(1, job, train, tmp_path / "alone"))
+    staged = replace(
+        job,
+        parallel=Parallel("fsdp", pp=2, microbatches=2),
+        train=replace(job.train, accumulate=2),
+    )
+    for each in succeeded(run_ranks(4, staged, train, tmp_path / "stages")):
+        assert each.losses == pytest.approx(alone.losses, abs=1e-5)
+        # where rows are padded depends on the number of ranks
+        assert each.value["test_loss"] == pytest.approx(alone.value["test_loss"], abs=0.02)
