@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from raydist.training.sources import gather_states
 from raydist.training.weights import INDEX, saved_names
 from raydist.worker import context
 
+NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 FILE_BYTES = 5 * 10**9
 """Limit on the bytes of a file, unless one tensor has more."""
 
@@ -30,7 +32,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
     that `from_pretrained(folder)` takes it.
 
     - `folder`: rank 0 writes it, in a pipeline also the first rank of each stage, which must see
-      it. Files of these names are replaced.
+      it. Files of these names are replaced, and those of earlier weights removed.
     - `dtype`: of all tensors with floating point, such as torch.bfloat16. None: as they are.
 
     Returns the folder. A tensor with several names is saved under the first. The tensors are
@@ -140,11 +142,15 @@ class WeightWriter:
                 self._temporary(number).replace(self.folder / name)
 
     def finish(self, model: nn.Module, everyone: Sequence[Mapping[str, Any]]) -> None:
-        """Write what names the files, and the configuration of a model of transformers."""
+        """Write what names the files, and the configuration of a model of transformers.
+
+        What earlier weights in the folder have left is removed, at the end: up to then readers find
+        either the earlier weights or these. Some prefer one file to an index, others take all
+        files.
+        """
         names = final_names([len(each["files"]) for each in everyone])
         index = self.folder / INDEX
         with self._noting():
-            index.unlink(missing_ok=True)
             if sum(map(len, names)) > 1:
                 files = {
                     tensor: name
@@ -153,7 +159,16 @@ class WeightWriter:
                     for tensor in tensors
                 }
                 total = {"total_size": sum(each["bytes"] for each in everyone)}
-                index.write_text(json.dumps({"metadata": total, "weight_map": files}, indent=2))
+                written = self.folder / f".writing-{INDEX}"
+                written.write_text(json.dumps({"metadata": total, "weight_map": files}, indent=2))
+                written.replace(index)
+                (self.folder / "model.safetensors").unlink(missing_ok=True)
+            else:
+                index.unlink(missing_ok=True)
+            used = {name for own in names for name in own}
+            for each in [*self.folder.iterdir()]:
+                if NUMBERED.fullmatch(each.name) and each.name not in used:
+                    each.unlink()
             config: Any = getattr(model, "config", None)
             if hasattr(config, "save_pretrained"):
                 config.architectures = [_kind(model).__name__]

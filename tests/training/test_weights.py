@@ -142,6 +142,32 @@ def test_one_file_in_another_type(tmp_path: Path) -> None:
     )
 
 
+def test_earlier_weights_in_the_folder_are_removed(tmp_path: Path) -> None:
+    """Some readers prefer one file to several, others take every file."""
+    folder = tmp_path / "saved"
+
+    def save(job: Job) -> list[list[str]]:
+        found = []
+        for number, limit in enumerate((10**6, 40, 20, 10**6)):
+            export.FILE_BYTES = limit
+            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+            for value in model.parameters():
+                nn.init.constant_(value, number)
+            models.save_weights(model, folder)
+            tensors = [each for file in folder.glob("*.safetensors") for each in load_file(file)]
+            assert sorted(tensors) == sorted(model.state_dict())
+            values = [load_file(file) for file in folder.glob("*.safetensors")]
+            assert all((each == number).all() for file in values for each in file.values())
+            found.append(sorted(each.name for each in folder.iterdir()))
+        return found
+
+    (result,) = succeeded(run_ranks(1, BASE, save, tmp_path))
+    one, two, four, again = result.value
+    assert one == again == ["model.safetensors"]
+    assert two == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)] + [INDEX]
+    assert four == [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)] + [INDEX]
+
+
 def begin(job: Job) -> str:
     """Begin a training with the weights of the settings; return why that is refused."""
     samples = TensorDataset(torch.zeros(8, 2), torch.zeros(8).long())
