@@ -161,6 +161,34 @@ def test_gradients_are_averaged_and_none_travels_while_accumulating(tmp_path: Pa
     assert values_of(run_ranks(2, GLOO, learn, tmp_path)) == [(3.0, 0, 1)] * 2
 
 
+def test_a_static_graph_learns_from_several_passes_what_another_does(tmp_path: Path) -> None:
+    def learn(job: Job) -> list[float]:
+        torch.manual_seed(0)
+        inputs = torch.arange(64.0).view(16, 4) / 64
+        data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        model = nn.Linear(4, 1)
+        raydist.fit(job, model=model, train=data, loss=nn.functional.mse_loss)
+        return model.weight.flatten().tolist()
+
+    static, dynamic = (
+        values_of(
+            run_ranks(
+                2,
+                replace(
+                    GLOO,
+                    backend=replace(GLOO.backend, static_graph=static),
+                    data=Data(global_batch=8),
+                    train=Train(steps=3, accumulate=2),
+                ),
+                learn,
+                tmp_path / str(static),
+            )
+        )
+        for static in (True, False)
+    )
+    assert [pytest.approx(each, rel=1e-5) for each in dynamic] == static
+
+
 def test_settings_reach_ddp(tmp_path: Path) -> None:
     def words(job: Job) -> tuple[bool, int, bool, bool]:
         wrapped = comm().wrap(nn.Linear(2, 2))

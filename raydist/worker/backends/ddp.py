@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 import torch
@@ -70,7 +70,10 @@ class DDPComm:
         return optimizer
 
     def accumulating(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        # With a static graph torch raises in the first backward pass without a sum (pytorch issue
+        # 187732): each pass averages its gradients.
+        quiet = isinstance(model, DistributedDataParallel) and not self.settings.static_graph
+        return cast("DistributedDataParallel", model).no_sync() if quiet else nullcontext()
 
     def finish_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: DDP's backward pass has averaged the gradients."""
