@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from raydist.settings.config import Job, as_saved
-from raydist.shared.errors import RaydistError
+from raydist.shared.errors import ConfigError, RaydistError
 from raydist.state.checkpoint_files import Saved, read_state
 from raydist.state.device import device_of
 from raydist.state.snapshot_layout import State
 from raydist.training import optim, sharded
-from raydist.training.dcp_state import find_shards, state_of
+from raydist.training.dcp_state import find_shards, other_state, state_of
 from raydist.training.rank_model import RankModel
 from raydist.training.snapshot_interval import SnapshotInterval, least_steps
 from raydist.training.snapshotter import Restored, Snapshotter
@@ -82,8 +82,12 @@ class WholeCheckpointer:
 
     def find(self, model: RankModel) -> FoundState | None:
         found = self.newest()
-        sharded_one = isinstance(found, SavedWhole) and found.sharded
-        return find_shards(model) if sharded_one else found
+        if isinstance(found, SavedWhole):
+            if found.sharded:
+                return find_shards(model)
+            if why := other_state(found.state):
+                raise ConfigError.of("resume", str(found.path), why, "resume=none")
+        return found
 
     def newest(self) -> Restored | SavedWhole | None:
         """Return the newest state in memory or on the disk; None for a new start. A collective."""

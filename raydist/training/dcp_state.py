@@ -31,6 +31,10 @@ STATES = ("optimizer", "state")
 state."""
 
 
+WHOLE = ("model", "optimizer", "schedule", "scaler", "position", RANDOM)
+"""The keys of the state of a model that is not sharded."""
+
+
 @dataclass(frozen=True)
 class RestoredState:
     """A restored state. Its tensors are in the model and in the optimizer already."""
@@ -150,6 +154,12 @@ def _row_of_each(model: RankModel) -> torch.Tensor:
     return DTensor.from_local(own.to(model.device), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
+def other_state(state: State) -> str:
+    """Return why a whole state is none of raydist.fit, empty if it is one."""
+    missing = ", ".join(key for key in WHOLE if key not in state)
+    return f"another loop has saved it, not raydist.fit: it has no {missing}" if missing else ""
+
+
 def find_shards(model: RankModel) -> RestoredState | None:
     """Fill the model and the optimizer with the newest state; return None if there is none.
 
@@ -228,6 +238,8 @@ def _divide(saved: Saved, model: RankModel, state: State, part: bool) -> int:
     whole = None
     if context.rank().rank == 0:
         kept = read_state(saved.path, mapped=True, of_all=False)
+        if why := other_state(kept):
+            raise RaydistError(why)
         facts = {
             key: kept[key] for key in ("position", "schedule", "config", "sources") if key in kept
         }

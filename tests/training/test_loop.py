@@ -124,6 +124,24 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
             assert torch.equal(value, after.value[2][name]), name
 
 
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel("fsdp")], ids=["whole", "shards"])
+def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path, parallel: Parallel) -> None:
+    def train(job: Job) -> str:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        path = raydist.checkpoint.save(2, {"model": model.state_dict(), "step": 2}, wait=True)
+        os.environ["RAYDIST_RESUME"] = str(path)
+        data = TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+        with pytest.raises(raydist.ConfigError) as caught:
+            raydist.fit(job, model=model, train=data, loss=F.mse_loss)
+        return str(caught.value)
+
+    job = Job(backend=Backend("gloo"), data=Data(batch_size=8), parallel=parallel)
+    (result,) = succeeded(run_ranks(1, job, train, tmp_path))
+    assert "step-00000002" in result.value
+    assert "another loop has saved it, not raydist.fit: it has no optimizer" in result.value
+    assert "resume=none" in result.value
+
+
 def test_a_fused_optimizer_resumes_bitwise_and_its_state_fits_one_that_is_not(
     tmp_path: Path,
 ) -> None:
