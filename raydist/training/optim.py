@@ -53,6 +53,8 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
     the remainder differently. That was compared on x86 for every combination of momentum,
     dampening, Nesterov, weight decay and maximize, under each of torch's instruction sets.
     """
+    if apart(parameters):
+        return False  # also a restart makes a step, to create the state that it fills
     choice = fused_choice(job, gpus=any(each.device.type != "cpu" for each in parameters))
     kinds = (
         (torch.float32, torch.float64)
@@ -63,6 +65,16 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
         return job.optim.fused is True
     whole = all(each.nbytes % 64 == 0 for each in parameters)
     return not choice.exact or whole or not job.optim.args.get("momentum")
+
+
+def apart(parameters: Iterable[Any]) -> bool:
+    """Report whether this torch has no fused optimizer of these parameters together.
+
+    Before 2.14, Adam's takes none of several meshes, as `parallel.shard` and `parallel.tp` together
+    make them.
+    """
+    meshes = {getattr(each, "device_mesh", None) for each in parameters}
+    return len(meshes) > 1 and TorchVersion(torch.__version__) < "2.14"
 
 
 def optimizer_class(settings: Optim) -> type[torch.optim.Optimizer]:
@@ -192,8 +204,7 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
     update the wrong weights. Gradients of autograd and DDP have the strides of their parameters.
     Those of Horovod are contiguous, even if the parameters are channels-last. The kernels take no
     sparse gradients. SGD's takes a momentum for all parameters or for none, so no parameter may get
-    its first gradient later than the others. Before torch 2.14, Adam's takes no parameters of
-    several meshes, as `parallel.shard` and `parallel.tp` together make them.
+    its first gradient later than the others. Of several meshes: see `apart`.
     """
     for group in optimizer.param_groups:
         pairs = [(each, each.grad) for each in group["params"]]
@@ -207,9 +218,7 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs
         }
         late = group.get("momentum") and (len(begun) > 1 or any(grad is None for _, grad in pairs))
-        meshes = {getattr(each, "device_mesh", None) for each, _ in pairs}
-        apart = len(meshes) > 1 and TorchVersion(torch.__version__) < "2.14"
-        if group.get("fused") and (late or apart or not alike):
+        if group.get("fused") and (late or apart(group["params"]) or not alike):
             group["fused"] = False
 
 

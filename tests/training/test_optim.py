@@ -225,6 +225,20 @@ def test_gradients_that_the_fused_kernels_would_misread_switch_them_off() -> Non
         own.step()
 
 
+def test_before_torch_2_14_nothing_is_fused_over_several_meshes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart makes a step before there are gradients to check."""
+    parameters: list[Any] = [parameter(), parameter()]
+    for each, mesh in zip(parameters, ("shard", "tp"), strict=True):
+        each.device_mesh = mesh
+    job = Job(optim=Optim("adamw", fused=True), parallel=Parallel(tp=2))
+    for version, several in (("2.13.1", False), ("2.14.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert optim.fused(job, parameters) == several
+        assert optim.fused(job, parameters[:1])
+
+
 def test_a_state_of_channels_last_weights_goes_on_in_others() -> None:
     def make(layout: torch.memory_format) -> torch.optim.Optimizer:
         weights = torch.nn.Parameter(
