@@ -16,6 +16,7 @@ from raydist.settings.config import Job, Optim
 from raydist.settings.fused import fused_choice
 from raydist.shared.errors import ConfigError, nearest
 from raydist.state.snapshot_layout import State
+from raydist.worker.torch_private import unscale_before_step
 
 OPTIMIZERS = {
     "sgd": "SGD",
@@ -53,7 +54,7 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
     the remainder differently. That was compared on x86 for every combination of momentum,
     dampening, Nesterov, weight decay and maximize, under each of torch's instruction sets.
     """
-    if apart(parameters):
+    if too_many_meshes(parameters):
         return False  # also a restart makes a step, to create the state that it fills
     choice = fused_choice(job, gpus=any(each.device.type != "cpu" for each in parameters))
     kinds = (
@@ -67,7 +68,7 @@ def fused(job: Job, parameters: Sequence[torch.nn.Parameter]) -> bool:
     return not choice.exact or whole or not job.optim.args.get("momentum")
 
 
-def apart(parameters: Iterable[Any]) -> bool:
+def too_many_meshes(parameters: Iterable[Any]) -> bool:
     """Report whether this torch has no fused optimizer of these parameters together.
 
     Before 2.14, Adam's takes none of several meshes, as `parallel.shard` and `parallel.tp` together
@@ -204,7 +205,7 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
     update the wrong weights. Gradients of autograd and DDP have the strides of their parameters.
     Those of Horovod are contiguous, even if the parameters are channels-last. The kernels take no
     sparse gradients. SGD's takes a momentum for all parameters or for none, so no parameter may get
-    its first gradient later than the others. Of several meshes: see `apart`.
+    its first gradient later than the others. Of several meshes: see `too_many_meshes`.
     """
     for group in optimizer.param_groups:
         pairs = [(each, each.grad) for each in group["params"]]
@@ -218,8 +219,9 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state.get(each, {}).get("momentum_buffer") is not None for each, _ in pairs
         }
         late = group.get("momentum") and (len(begun) > 1 or any(grad is None for _, grad in pairs))
-        if group.get("fused") and (late or apart(group["params"]) or not alike):
+        if group.get("fused") and (late or too_many_meshes(group["params"]) or not alike):
             group["fused"] = False
+            unscale_before_step(optimizer)
 
 
 def align_state(optimizer: torch.optim.Optimizer) -> None:

@@ -331,6 +331,15 @@ def gpipe(stage: PipelineStage, count: int) -> ScheduleGPipe:
         return made
 
 
+def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have a GradScaler unscale the gradients of this optimizer, which is no longer fused.
+
+    A fused one does so itself; the others fail if the scaler still leaves it to them.
+    """
+    if hasattr(optimizer, "_step_supports_amp_scaling"):
+        optimizer._step_supports_amp_scaling = False
+
+
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Return the scaler's state_dict with tensors on its device instead of numbers.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,34 @@ def test_fp16_goes_on_after_a_step_that_changed_no_weight(tmp_path: Path) -> Non
     weights = [result.value.weights for result in results]
     assert bool(weights[0].isfinite().all())
     assert torch.equal(*weights)
+
+
+def test_fp16_trains_with_an_optimizer_that_is_not_fused_after_all(tmp_path: Path) -> None:
+    """Its kernels take no sparse gradients, and torch's scaler left it to them to unscale."""
+
+    def train(job: Job, fused: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(8, 2, sparse=True)
+        rows = torch.arange(8)
+        job = replace(job, optim=Optim("sgd", lr=0.5, fused=fused))
+        raydist.fit(
+            job,
+            model=model,
+            train=TensorDataset(rows, rows),
+            loss=lambda output, target: (output.sum(1) - target).square().mean(),
+        )
+        return model.weight.flatten().tolist()
+
+    job = Job(
+        backend=Backend("gloo"),
+        data=Data(batch_size=8),
+        train=Train(steps=3, precision="fp16"),
+    )
+    fused, plain = (
+        succeeded(run_ranks(1, job, partial(train, fused=fused), tmp_path / str(fused)))[0].value
+        for fused in (True, False)
+    )
+    assert fused == plain
 
 
 @pytest.mark.parametrize("division", ["ddp", "fsdp"])

@@ -363,6 +363,13 @@ def test_torchs_private_names_may_be_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert torch_private.scaler_state(scaler) == {"scale": 2.0}
 
 
+def test_a_scaler_is_told_only_of_optimizers_that_would_have_unscaled() -> None:
+    for fused, name in ((True, {"_step_supports_amp_scaling": False}), (False, {})):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0, fused=fused)
+        torch_private.unscale_before_step(optimizer)
+        assert {key: each for key, each in vars(optimizer).items() if "amp" in key} == name
+
+
 READY = """
 import os, sys
 import torch._dynamo
