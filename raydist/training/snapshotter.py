@@ -19,6 +19,7 @@ from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import Cloned, NoRoom, SnapshotBuffer, cloned, unpack
 from raydist.state.snapshot_layout import LAST_SLOT, State
 from raydist.state.write import SaveRequest
+from raydist.training import optim
 from raydist.training.snapshot_interval import SnapshotInterval, least_steps
 from raydist.training.step import Stepper
 from raydist.worker import checkpoint, context
@@ -58,6 +59,10 @@ class Restored:
         """Load the state after a rehearsal; return its loss."""
         rehearse()
         stepper.load(self.state, self.path)
+        if stepper.model.device.type != "cpu":
+            # ASGD's `step` was on the GPU, so it is no copy, but the optimizer leaves it on the
+            # host: all ranks of the node would count it up together.
+            optim.copy_host_state(stepper.model.optimizer)
         load_buffers(stepper.model.module, self.mine["buffers"])
         loss: torch.Tensor = self.mine["loss"]
         return loss.clone()  # a later step soon overwrites this memory

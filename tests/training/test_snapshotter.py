@@ -175,6 +175,39 @@ def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_adam_together(
     assert (result.error, result.value) == ("", [[6, 6], [6, 6], [5, 5]])
 
 
+def test_ranks_of_a_node_with_gpus_do_not_count_up_one_step_of_asgd_together(
+    tmp_path: Path,
+) -> None:
+    """It has `step` on the GPU, but torch leaves a loaded one where it is: in memory of all ranks."""
+
+    def job(job: Job) -> Any:
+        def stepper(device: str) -> Stepper:
+            comm = context.current().comm
+            model = RankModel(job, nn.Linear(4, 3), comm, torch.device(device), 0.1)
+            schedule = optim.schedule(job.optim, model.optimizer, optim.Course(10))
+            return Stepper(job.train, model, lambda output, _: output.sum(), schedule)
+
+        first, again = stepper("cpu"), stepper("meta")
+        given = torch.ones(2, 4)
+        first.update(first.forward_backward(iter([(given, given)])))
+        kept = first.state()
+        own = {"buffers": {}, "loss": torch.zeros(())}
+        Restored(1, kept, own).restore(again, lambda: None)
+        for each in again.model.optimizer.state.values():
+            each["step"] += 1
+        return [
+            [float(each["step"]) for each in states]
+            for states in (
+                kept["optimizer"]["state"].values(),
+                again.model.optimizer.state.values(),
+            )
+        ]
+
+    settings = replace(GLOO, optim=Optim(_target_="torch.optim.ASGD"))
+    (result,) = run_ranks(1, settings, job, tmp_path)
+    assert (result.error, result.value) == ("", [[1, 1], [2, 2]])
+
+
 def on_new_node(room: int) -> Any:
     """Return a function for 4 ranks of two nodes: rank 0 has a state of step 4, and the second node
     is new with this much room."""
@@ -311,7 +344,8 @@ def test_a_buffer_that_has_grown_is_restored() -> None:
     buffers = dict(module.named_buffers()) | {"0.table": table, "1.running_mean": mean}
     del buffers["0.new"]
     stepper: Any = SimpleNamespace(
-        model=SimpleNamespace(module=module), load=lambda state, path: None
+        model=SimpleNamespace(module=module, device=torch.device("cpu")),
+        load=lambda state, path: None,
     )
     own = {"buffers": buffers, "loss": torch.ones(())}
     Restored(5, {}, own).restore(stepper, lambda: None)
