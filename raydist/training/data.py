@@ -27,7 +27,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from xxhash import xxh3_64_hexdigest
 
 from raydist.settings.config import Data, Job
@@ -256,12 +263,20 @@ def loader(
         collate_fn=keep_batch,
         num_workers=settings.workers,
         persistent_workers=settings.workers > 0,
-        pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        pin_memory=settings.pin_memory and torch.cuda.is_available() and not on_device(samples),
         multiprocessing_context=worker_start(settings.workers),
         # Without its own generator each new iterator would draw a number from the rank's generator,
         # and a resumed run would draw one more than an uninterrupted one.
         generator=torch.Generator(),
     )
+
+
+def on_device(samples: Any) -> bool:
+    """Report whether a data set has its tensors on a GPU: torch raises if it is to pin them."""
+    if isinstance(samples, Subset):
+        return on_device(samples.dataset)
+    tensors = samples.tensors if isinstance(samples, TensorDataset) else ()
+    return any(each.device.type != "cpu" for each in tensors)
 
 
 def worker_start(workers: int) -> str | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from raydist.settings.config import Data, Job, Train
 from raydist.shared.errors import ConfigError
@@ -255,6 +255,15 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(5))
+
+
+def test_samples_on_a_gpu_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch pins memory of the host only; `meta` stands for a GPU here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, pinned in (("cpu", True), ("meta", False)):
+        samples: Any = TensorDataset(torch.zeros(8, device=device))
+        for each in (samples, Subset(samples, range(8))):
+            assert data.loader(each, order(8, 4), Data()).pin_memory == pinned
 
 
 def test_a_stream_is_refused() -> None:
