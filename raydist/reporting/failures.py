@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
+from raydist.state.run_checkpoints import fit_of
 
 PARTS = ("detect", "kill", "save", "place", "fork", "rendezvous", "restore", "first step")
 """The parts of the time from a failure to the next step.
@@ -154,7 +156,12 @@ class Failures:
             case kinds.Failure():
                 return self._begin(happened)
             case kinds.Saved():
-                self.newest_checkpoint = max(self.newest_checkpoint, (happened.step, happened.path))
+                # the steps of each raydist.fit of a job begin anew
+                self.newest_checkpoint = max(
+                    self.newest_checkpoint,
+                    (happened.step, happened.path),
+                    key=lambda each: (fit_of(Path(each[1])), each[0]),
+                )
                 if (
                     now
                     and now.restart

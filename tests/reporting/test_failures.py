@@ -129,6 +129,15 @@ def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
         assert words in text
 
 
+def test_a_checkpoint_of_a_second_fit_is_newer_than_all_of_the_first() -> None:
+    first = at(2, "saved", rank=0, step=400, path="/runs/x/checkpoints/step-400", s=0.1)
+    second = at(10.6, "saved", rank=0, step=16, path="/runs/x/checkpoints/fit-2/step-16", s=0.1)
+    late = at(10.65, "saved", rank=0, step=8, path="/runs/x/checkpoints/fit-2/step-8", s=0.1)
+    ended = at(10.7, "result", status="failed", why_last="enough", failure="…")
+    (only,) = fold_failures([*BROKEN, first, second, late, ended])
+    assert (only.checkpoint, only.repeated) == ("/runs/x/checkpoints/fit-2/step-16", 5)
+
+
 def test_a_resumed_run_that_saves_nothing_still_has_the_checkpoint_it_came_from() -> None:
     earlier = "/runs/w/checkpoints/step-12"
     resumed = [*LAUNCH[:3], at(1, "begin", rank=0, resumed=12, checkpoint=earlier), *LAUNCH[3:]]
