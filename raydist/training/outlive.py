@@ -82,20 +82,29 @@ def undivided(comm: Comm, model: torch.nn.Module) -> str:
     return indivisible(model)
 
 
-def buffer_sizes(model: torch.nn.Module) -> dict[str, torch.Size]:
-    """Return the size of each buffer of a model, by name."""
-    buffers = model.named_buffers()
-    return {name: each.shape for name, each in buffers if not torch.nn.parameter.is_lazy(each)}
+def buffer_sizes(model: torch.nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shape and the type of each buffer of a model, by name."""
+    return {
+        name: (each.shape, each.dtype)
+        for name, each in model.named_buffers()
+        if not torch.nn.parameter.is_lazy(each)
+    }
 
 
-def resized(model: torch.nn.Module, sizes: dict[str, torch.Size]) -> str:
+def resized(model: torch.nn.Module, sizes: dict[str, tuple[torch.Size, torch.dtype]]) -> str:
     """Return why a new rank, whose buffers have these sizes, cannot join, empty if it can.
 
     DDP sends the buffers of one rank to all others before any state is loaded.
     """
     now = buffer_sizes(model)
-    changed = [name for name, size in sizes.items() if now.get(name) != size]
-    return f"the buffer {changed[0]} of the model has changed its size" if changed else ""
+    changed = [name for name in {**sizes, **now} if now.get(name) != sizes.get(name)]
+    if not changed:
+        return ""
+    name = changed[0]
+    if name not in sizes:
+        return f"the model has a new buffer {name}"
+    retyped = name in now and now[name][0] == sizes[name][0]
+    return f"the buffer {name} of the model has changed its {'type' if retyped else 'size'}"
 
 
 def no_common_state(comm: Comm) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from raydist.settings.config import Backend, Job
 from raydist.training.blueprint import Blueprint, indivisible
+from raydist.training.outlive import buffer_sizes, resized
 from raydist.worker.groups import new_mesh
 from tests.ranks import run_ranks, succeeded
 
@@ -81,3 +82,21 @@ def test_a_model_is_divided_again_and_again(tmp_path: Path) -> None:
             "calls": 0.0,
             "cache": None,
         }
+
+
+def test_a_new_rank_joins_only_if_its_buffers_are_those_of_the_others() -> None:
+    def model() -> nn.Module:
+        made = nn.Linear(2, 2)
+        made.register_buffer("table", torch.zeros(3))
+        return made
+
+    same, grown, retyped, more = model(), model(), model(), model()
+    grown.table = torch.zeros(4)
+    retyped.table = torch.zeros(3, dtype=torch.float64)
+    more.register_buffer("cache", torch.zeros(1), persistent=False)
+    assert [resized(each, buffer_sizes(model())) for each in (same, grown, retyped, more)] == [
+        "",
+        "the buffer table of the model has changed its size",
+        "the buffer table of the model has changed its type",
+        "the model has a new buffer cache",
+    ]
