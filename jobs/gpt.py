@@ -55,11 +55,13 @@ def job(
     def loss(scores: Tensor, following: Tensor) -> Tensor:
         return F.cross_entropy(scores.flatten(0, 1), following.flatten().long())
 
-    figures = raydist.fit(config, model=model, train=train, test=test, loss=loss)
-    test_loss = figures["test_loss"]
-    # above 709 math.exp raises OverflowError
-    report = {"perplexity": math.inf if test_loss > 709 else math.exp(test_loss)}
-    report["bits_per_byte"] = test_loss / math.log(2) / bytes_per_token(test.tensors[1], pairs)
+    tested = test if held_out else None
+    figures, report = raydist.fit(config, model=model, train=train, test=tested, loss=loss), {}
+    if held_out:
+        test_loss = figures["test_loss"]
+        # above 709 math.exp raises OverflowError
+        report["perplexity"] = math.inf if test_loss > 709 else math.exp(test_loss)
+        report["bits_per_byte"] = test_loss / math.log(2) / bytes_per_token(test.tensors[1], pairs)
     # the mean, so that all ranks have the same: each has timed the steps by its own clock
     if rate := context * raydist.sum_over_ranks(models.samples_per_s()) / me.world_size:
         report["tokens_per_s"] = rate

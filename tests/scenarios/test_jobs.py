@@ -318,6 +318,16 @@ def test_the_language_model_learns_more_than_the_frequency_of_bytes(tmp_path: Pa
     assert values["perplexity"] == figures["perplexity"]
 
 
+def test_the_language_model_may_learn_from_all_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("one word follows another\n" * 800)
+    words = [each for each in SMALL_GPT if "held_out" not in each and "steps" not in each]
+    own = ("train.steps=2", "job.args.held_out=0", "job.args.tokenizer=bpe", "model.vocab=300")
+    (result,) = trained("gpt", tmp_path, *words, *own, f"data.root={tmp_path / 'text'}", world=1)
+    assert result.value.keys() >= {"loss", "tokens_per_s"}
+    assert "perplexity" not in result.value
+
+
 @pytest.mark.parametrize(
     ("words", "world"),
     [
