@@ -146,7 +146,7 @@ class RayHosts(Hosts):
         """Wait for replacement nodes for the lost ranks, and start actors there.
 
         Without standby nodes, Ray moves the bundles of a node that it has declared dead, and keeps
-        all others where they are.
+        all others where they are. MakesWay: the run must leave the nodes that it has.
         """
         if self.standby is not None:
             plan = self.standby.replace_nodes(lost)
@@ -156,7 +156,8 @@ class RayHosts(Hosts):
             self.turn.note_size(held, self.standby.spare_nodes())
             return plan
         before = self._actors.plan
-        found = wait_until_placed(self._held, before.request, self._job.scale.wait_s, self._events)
+        patience, check = self._job.scale.wait_s, self.turn.check_while_lacking
+        found = wait_until_placed(self._held, before.request, patience, self._events, check)
         self._actors.replace(lost, placement.replace_nodes(before, found))
         # The queue counts on the room that its runs hold.
         self.turn.note_size(Counter(node.id for node in found), ())

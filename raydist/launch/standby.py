@@ -257,7 +257,7 @@ class StandbyNodes:
         """Assign the ranks anew, and wait for enough nodes.
 
         Either these ranks have lost their actors, or nodes have joined. The caller knows that the
-        first actor of every other node answers.
+        first actor of every other node answers. MakesWay: the run must leave the nodes that it has.
         """
         waiting = Waiting(self._wait_s, self._events)
         for slot in (self._actors.plan.slots[rank] for rank in lost):
@@ -268,6 +268,7 @@ class StandbyNodes:
             if slot.node.id in leaving and slot.rank in lost:
                 self._give_back(slot.bundle)
         while (plan := self._next_plan()) is None:
+            self.turn.check_while_lacking()
             waiting.report(self._describe_missing())
             time.sleep(POLL_S)
         before = self._actors.plan.nodes

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raydist.cluster.nodes import ResourceRequest
+from raydist.cluster.queue.turn import MakesWay
 from raydist.launch import mpi, run_storage
 from raydist.launch.changes import Changes
 from raydist.launch.deputies import Deputies
@@ -103,7 +104,12 @@ class Attempts:
                     self._leave(job, group, retry)
                     return
                 case Retry() as retry:
-                    attempt = self._in_place(job, group, retry)
+                    try:
+                        attempt = self._in_place(job, group, retry)
+                    except MakesWay as error:
+                        self._past[-1] = replace(attempt, made_way=error.for_whom)
+                        self._leave(job, group, retry)
+                        return
 
     def lost_while_opening(self, job: Job, group: WorkerGroup, error: Exception) -> bool:
         """Return whether `error` is due to a node that was lost before this placement had ranks.
@@ -164,7 +170,10 @@ class Attempts:
         return self._attempt(job, group, retry)
 
     def _in_place(self, job: Job, group: WorkerGroup, retry: Retry) -> Attempt:
-        """Retry in the same placement; on failure return the previous attempt, with the error."""
+        """Retry in the same placement; on failure return the previous attempt, with the error.
+
+        MakesWay: the run was asked to while it waited for a node.
+        """
         if retry.cause is None:
             self._events.add(kinds.Regroup(number=retry.number, text=self._past[-1].resize))
         else:
@@ -197,13 +206,15 @@ class Attempts:
         """
         self._elsewhere = retry
         last = self._past[-1]
+        gone = {end.rank for end in last.ends if end.gone}
         end_kept(group, last)
+        group.give_up(gone)
         if last.made_way:
             self._events.add(kinds.Pause(number=retry.number, text=f"made way for {last.made_way}"))
         else:
             self._events.add(retry.as_event(job.restart))
         self._flush(group)
-        if last.made_way:
+        if last.made_way and not gone:  # of use only if each rank comes back to where it was
             self._paused = group.hold_states()
 
     def _flush(self, group: WorkerGroup) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from raydist.cluster.nodes import ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
+from raydist.cluster.queue.turn import MakesWay
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import GetValue, IsOpen, Open, RankValue
 from raydist.messages.checkup import ListenForPeers
@@ -57,6 +58,8 @@ class Group:
     replaceable: bool = False
     lost: bool = False
     """There are no nodes for another attempt."""
+    wanted_by: str = ""
+    """The run that needs the room while this one waits for a node."""
     unwritten: str = ""
     """Why no agent could have the last state written."""
     held: int | None = None
@@ -92,6 +95,8 @@ class Group:
     ) -> list[int]:
         self.acts.append("again")
         self.gone = gone
+        if self.wanted_by:
+            raise MakesWay(self.wanted_by)
         if self.lost:
             raise LaunchError("no place for rank 1")
         return [1]
@@ -300,6 +305,22 @@ def test_drained_nodes_are_replaced_if_others_are_ready(
     assert isinstance(it.decisions[0], Retry)
     assert not it.decisions[0].elsewhere
     assert group.acts == ["flush", "again", "say_network"]  # the nodes that stay may go too
+
+
+def test_a_run_that_waits_for_a_node_makes_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = failed(replace(KILLED, how="lost", message="The actor died"))
+    it, group = rig(tmp_path, monkeypatch, lost, GOOD), Group(wanted_by="gpt of ana@login")
+    it.make(group)
+    assert it.history.outcome is None
+    assert it.kinds == ["restart", "pause"]
+    assert it.seen[1]["text"] == "made way for gpt of ana@login"
+    assert (group.acts, group.silent) == (["again", "flush"], {1})
+    it.make(Group())
+    assert it.history.outcome is not None
+    assert [each.made_way for each in it.history.outcome.earlier] == ["gpt of ana@login"]
+    assert it.seen[2]["moved"] == [0, 1]
 
 
 def test_another_number_of_nodes_is_a_retry_without_a_failure(

@@ -341,6 +341,28 @@ def test_a_paused_run_goes_on_from_memory_where_its_node_has_stayed(person: Pers
     assert (back["paused"], back["repeated"]) == (True, 0)
 
 
+def test_a_run_that_waits_for_a_lost_node_can_be_paused(person: Person, ray: Any) -> None:
+    """It obeyed nobody before another node had come."""
+    node = ray.add_node(num_cpus=2)
+    run = person.train("run", size="2x2")
+    run.wait_for_step(2)
+    ray.remove_node(node)
+    waits(run, "waiting for 1 more node with 2 CPU")
+    person.type_queue("pause", "run")
+    waits(run, "type: raydist queue resume run")
+    assert list((run.run_dir / "checkpoints").glob("step-*"))
+    other = person.train("other")
+    other.wait_for_step(1)
+    person.hurry("other")
+    assert other.wait() == 0, other.screen
+    node = ray.add_node(num_cpus=2)
+    person.hurry("run")
+    person.type_queue("resume", "run")
+    assert run.wait() == 0, run.screen
+    assert [len(run.events(kind)) for kind in ("restart", "pause", "restarted")] == [1, 1, 1]
+    ray.remove_node(node)
+
+
 def test_a_short_run_passes_a_large_one_that_has_room_only_later(person: Person) -> None:
     holder = person.train("holder", "queue.limit=2h", size="1x1")
     holder.wait_for_step(1)

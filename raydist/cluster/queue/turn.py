@@ -65,6 +65,15 @@ class TurnPassed(Exception):
     """
 
 
+class MakesWay(Exception):
+    """This run waits for nodes in the middle of its work, and has been asked to make way."""
+
+    def __init__(self, for_whom: str) -> None:
+        super().__init__(for_whom)
+        self.for_whom = for_whom
+        """Another run, or a person's command, as a text."""
+
+
 class PersonsRequest(WayRequest):
     """What a person has asked of a run: no other run takes its room."""
 
@@ -102,6 +111,14 @@ class Turn:
     def wanted_by(self) -> str:
         """Return the run that this one must make way for, as a text; empty if there is none."""
         return ""
+
+    def check_while_lacking(self) -> None:
+        """Raise MakesWay if the run, which waits for nodes instead of lost ones, must make way.
+
+        Nothing else looks meanwhile: no ranks run.
+        """
+        if wanted_by := self.wanted_by():
+            raise MakesWay(wanted_by)
 
     def nodes_wanted(self) -> WayRequest | None:
         """Return which nodes this run must give up, and for whom; None for none."""
