@@ -230,12 +230,13 @@ class StandbyNodes:
             return ""
         return f"{counted(min(self._max, now + len(ready)), 'node')} now, {now} before"
 
-    def enough_remain(self) -> bool:
+    def enough_remain(self, without: Collection[str] = ()) -> bool:
         """Return whether enough nodes for the job are alive and not draining.
 
-        Nodes that are still warming count.
+        Nodes that are still warming count. `without`: ids of nodes that do not.
         """
-        return len({node.id for node in self._node_by_bundle().values()}) >= self._min
+        remain = {node.id for node in self._node_by_bundle().values()} - set(without)
+        return len(remain) >= self._min
 
     def remains_without(self, nodes: Collection[str]) -> bool:
         """Return whether the job can continue at once without these nodes.

@@ -300,12 +300,15 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def draining_ranks(self) -> list[int]:
         """Return the ranks on nodes that are draining or given up to another run.
 
-        None if too few other nodes remain for the job.
+        None if too few other nodes remain for the job: a node may have been lost since the other
+        run asked.
         """
         standby = self.hosts.standby
         if standby is None:
             return []
-        draining = self.hosts.draining().keys() | standby.leaving()
+        draining, leaving = set(self.hosts.draining()), standby.leaving()
+        if leaving and standby.enough_remain(leaving):
+            draining |= leaving
         ranks = [slot.rank for slot in self.plan.slots if slot.node.id in draining]
         return ranks if ranks and standby.enough_remain() else []
 

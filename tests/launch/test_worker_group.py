@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -719,17 +719,18 @@ def test_values_of_agents_that_are_gone_or_silent_are_empty(
 class FakeStandby:
     """Standby nodes that are enough, or not."""
 
-    def __init__(self, enough: bool, given_up: set[str]) -> None:
-        """`given_up`: ids of nodes that another run needs."""
+    def __init__(self, enough: bool, given_up: set[str], needed: bool = False) -> None:
+        """`given_up`: ids of nodes that another run needs. `needed`: this one cannot do without."""
         self.enough = enough
         self.given_up = given_up
+        self.needed = needed
         self.request: Open | None = None
 
     def set_request(self, request: Open) -> None:
         self.request = request
 
-    def enough_remain(self) -> bool:
-        return self.enough
+    def enough_remain(self, without: Collection[str] = ()) -> bool:
+        return self.enough and not (self.needed and without)
 
     def leaving(self) -> set[str]:
         return self.given_up
@@ -756,6 +757,16 @@ def test_ranks_of_draining_nodes_move_if_enough_nodes_remain(
     assert group.draining_ranks() == ranks
     assert standby.request is not None
     assert standby.request.modules == ("torch",)
+
+
+@pytest.mark.parametrize(("needed", "ranks"), [(False, [0, 1]), (True, [])])
+def test_a_node_that_the_run_needs_since_it_lost_another_is_not_given_up(
+    hosts: FakeHosts, events: Events, job: Job, needed: bool, ranks: list[int]
+) -> None:
+    """The run fell below its minimum, and waited for another node."""
+    standby = cast("StandbyNodes", FakeStandby(True, {"id-1"}, needed))
+    group = opened(hosts, events, job, standby=standby)
+    assert group.draining_ranks() == ranks
 
 
 def test_a_run_on_one_node_has_no_network_to_report(

@@ -277,7 +277,8 @@ class QueuedTurn(Turn):
         shrinkable = spare if self._job.queue.shrink else ()
         self._change(held=dict(held), spare=tuple(shrinkable))
         request = self._request
-        if request and request.nodes and not held.keys() & set(request.nodes):
+        # Met, or it cannot be: with fewer nodes since, the run needs those that it was asked for.
+        if request and request.nodes and not set(shrinkable) & set(request.nodes):
             self._request = None
             with contextlib.suppress(Exception):  # the GCS does not answer
                 store.forget_request(self._own.id)
@@ -361,9 +362,10 @@ class QueuedTurn(Turn):
     def _obey(self, request: WayRequest) -> None:
         """Do what another run asks of this one."""
         if request.nodes:
-            # note_size() forgets it; a look at the store just before may find it still there.
-            if set(request.nodes) & self._own.held.keys():
+            if set(request.nodes) & set(self._own.spare):
                 self._request = request
+            else:  # whoever asked has read an earlier entry, and would count on these nodes
+                store.forget_request(self._own.id)
             return
         had_its_time = time.time() >= self._own.ends
         since = time.time() if had_its_time else self._own.since

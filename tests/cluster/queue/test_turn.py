@@ -179,6 +179,26 @@ def test_a_run_that_is_resumed_while_it_leaves_waits_again(
         own._look()
 
 
+def test_a_run_that_can_give_up_a_node_no_more_forgets_the_request(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """The run that had asked, and all behind it, counted on the node and waited without end."""
+    own = urgent(monkeypatch, store.Everything([], {}))
+    own._job = Job(queue=Queue(enabled=True, shrink=True))
+    forgotten: list[str] = []
+    monkeypatch.setattr(store, "forget_request", forgotten.append)
+    request = WayRequest("other of eve@login", ("n2",))
+    three = {"n1": 1, "n2": 1, "n3": 1}
+    own.note_size(three, ("n3", "n2"))
+    own._obey(request)
+    own.note_size(three, ("n2",))
+    assert (own.nodes_wanted(), forgotten) == (request, [])
+    own.note_size({"n1": 1, "n2": 1}, ())  # the other was lost: the run is at its minimum
+    assert (own.nodes_wanted(), forgotten) == (None, ["urgent/0"])
+    own._obey(request)  # it was read before
+    assert (own.nodes_wanted(), forgotten) == (None, ["urgent/0"] * 2)
+
+
 @pytest.mark.parametrize("act", [PAUSE, CANCEL])
 def test_an_instruction_of_the_last_second_of_leaving_is_followed(
     act: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
