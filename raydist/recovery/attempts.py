@@ -98,7 +98,10 @@ class Attempts:
             replaceable = policy.is_drained(attempt) and bool(group.draining_ranks())
             match policy.decide(job.restart, self._past, replaceable):
                 case GiveUp(reason):
-                    self.outcome = self._conclude(job, group, reason)
+                    # A first Ctrl-C does not end it: shards of a checkpoint would be lost, which
+                    # only the driver can have written, and the last state after them.
+                    with signals.passed_to(lambda _: None):
+                        self.outcome = self._conclude(job, group, reason)
                     return
                 case Retry(elsewhere=True) as retry:
                     self._leave(job, group, retry)
@@ -218,7 +221,8 @@ class Attempts:
             self._paused = group.hold_states()
 
     def _flush(self, group: WorkerGroup) -> None:
-        group.finish_saves()
+        with signals.passed_to(lambda _: None):  # as in make()
+            group.finish_saves()
         if why := group.flush():
             self._events.warn(why)
 

@@ -58,6 +58,8 @@ class Group:
     replaceable: bool = False
     lost: bool = False
     """There are no nodes for another attempt."""
+    interrupted: bool = False
+    """A person types Ctrl-C while the last checkpoint is being written."""
     wanted_by: str = ""
     """The run that needs the room while this one waits for a node."""
     unwritten: str = ""
@@ -80,7 +82,10 @@ class Group:
         self.silent = silent
 
     def finish_saves(self) -> None:
-        """No checkpoint is being written."""
+        """Be interrupted, or do nothing: no checkpoint is being written."""
+        if self.interrupted:
+            signal.raise_signal(signal.SIGINT)
+            self.acts.append("saved")
 
     def flush(self) -> str:
         self.acts.append("flush")
@@ -386,6 +391,23 @@ def test_a_signal_after_the_last_end_of_an_attempt_ends_the_run(
     assert isinstance(it.history.outcome.error, Stopped)
     assert it.history.outcome.ends == failed(KILLED).ends
     assert group.acts == ["say_network", "flush"]
+
+
+@pytest.mark.parametrize(
+    ("last", "acts"),
+    [(failed(KILLED), ["saved", "say_network", "flush"]), (failed(DRAINED), ["saved", "flush"])],
+    ids=["failed", "drained"],
+)
+def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: Attempt, acts: list[str]
+) -> None:
+    """The shards in memory were lost, and the last state with them."""
+    it, group = rig(tmp_path, monkeypatch, last), Group(interrupted=True)
+    with signals.stoppable():
+        it.make(group, replace(JOB, restart=Restart(max=0 if last == failed(KILLED) else 3)))
+        assert group.acts == acts
+        with pytest.raises(Stopped):  # what would follow, such as another placement
+            signals.raise_again()
 
 
 def test_why_there_is_no_other_attempt_is_kept(
