@@ -62,8 +62,28 @@ class Writer:
         agent_end, writer_end = socket.socketpair()
         self._server.send(message, [writer_end.fileno()])
         writer_end.close()
-        self.reader = self._spawn(read_messages(agent_end, self._events.append, self._note))
+        self.reader = self._spawn(self._read(agent_end, message))
         return self.reader
+
+    async def _read(self, sock: socket.socket, request: WriteCheckpoint | ShardsRequest) -> None:
+        """Read what a process sends.
+
+        One that a rank has asked for a checkpoint says what became of it, unless it was killed, or
+        the kernel refused the fork: the fork server then has unlocked the state all the same.
+        """
+        told: list[EventJson] = []
+
+        def add_event(event: EventJson) -> None:
+            told.append(event)
+            self._events.append(event)
+
+        await read_messages(sock, add_event, self._note)
+        if isinstance(request, WriteCheckpoint) and not request.last and not told:
+            text = (
+                "a checkpoint was not written: its process was killed, or could not be started "
+                "(see the memory and the limit of processes of rank 0's node)"
+            )
+            self._events.append(kinds.Warning(text=text).to_json())
 
     async def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""

@@ -135,6 +135,15 @@ def test_a_rank_or_a_writer_that_is_killed_meanwhile_leaves_whole_checkpoints_on
     assert not [pid for pid in began(done) if alive(pid)]
 
 
+def test_a_killed_writer_of_a_whole_state_is_a_warning(folder: Path) -> None:
+    """Nobody learned that the checkpoint was missing."""
+    words = [each for each in WORDS if each != "parallel=fsdp"]
+    done = raydist.run(training, *words, "checkpoint.keep=9", writer="killed")
+    assert saved(done.dir) == [16, 24, 30]
+    (lost,) = [text for text in done.warnings if "a checkpoint was not written" in text]
+    assert "killed" in lost
+
+
 def began(done: Result[Any]) -> list[int]:
     return [each["pid"] for each in read_events(done.dir / "events.jsonl", kind="began")]
 
