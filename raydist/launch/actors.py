@@ -68,6 +68,8 @@ class Actors:
         self._mail = Mail()
         self._boxes: dict[Key, Mailbox] = {}
         """By actor: the mailbox of its requests."""
+        self._gpus: dict[Key, tuple[str, ...]] = {}
+        """By actor: the GPUs that it has reported, which stay the same as long as it lives."""
         self.plan = plan
         self.set_plan(plan)
         self.start(slot.rank for slot in plan.leads)
@@ -136,26 +138,27 @@ class Actors:
     def gpus(self) -> list[tuple[str, ...]]:
         """Return the GPUs of each rank.
 
-        Only the rank's own actor knows them, so this starts all actors and waits for them. Raises
-        LaunchError with the nodes of actors that did not start in time.
+        Only the rank's own actor knows them, so this starts all actors and waits for them. One that
+        has answered before is not asked again: Ray may have killed it since, for lack of memory,
+        and those that host no agent are not missed. Raises LaunchError with the nodes of actors
+        that did not start in time.
         """
         import ray
 
         self.start()
-        opening = {
-            self._actors[self._key(slot.rank)].gpus.remote(): slot.node.host
-            for slot in self.plan.slots
-        }
+        hosts_by_key = {self._key(slot.rank): slot.node.host for slot in self.plan.slots}
+        asked = [key for key in hosts_by_key if key not in self._gpus]
+        opening = {self._actors[key].gpus.remote(): hosts_by_key[key] for key in asked}
         within = longest(OPEN_S, len(opening))
-        _, late = ray.wait([*opening], num_returns=len(opening), timeout=within)
+        late = ray.wait([*opening], num_returns=len(opening), timeout=within)[1] if opening else []
         if late:
             hosts = ", ".join(sorted({opening[each] for each in late}))
             raise LaunchError(
                 f"{len(late)} of {len(opening)} actors did not start within {within:.3g} s, on "
                 f"{hosts}"
             )
-        gpus: list[tuple[str, ...]] = ray.get([*opening])
-        return gpus
+        self._gpus.update(zip(asked, ray.get([*opening]), strict=True))
+        return [self._gpus[key] for key in hosts_by_key]
 
     def by_node(self) -> Counter[str]:
         """Return the number of actors on each node, by its id."""
@@ -173,6 +176,7 @@ class Actors:
 
         if key in self._actors:
             del self._boxes[key]
+            self._gpus.pop(key, None)
             ray.kill(self._actors.pop(key))
 
     def _key(self, rank: int) -> Key:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,15 +42,37 @@ def test_actors_that_do_not_start_in_time_are_named(
     group.plan = placement.assign_ranks(placement.resources_for(job(2), there), there)
     make = ray.remote(num_cpus=0)(Answering)
     quick, slow = make.remote(0.0), make.remote(600.0)
-    group._actors = {(0, 0): quick, (1, 0): quick}
+    group._actors, group._gpus = {(0, 0): quick, (1, 0): quick}, {}
     assert group.gpus() == [("0",), ("0",)]
-    group._actors = {(0, 0): quick, (1, 0): slow}
+    group._actors, group._gpus = {(0, 0): quick, (1, 0): slow}, {}
     monkeypatch.setattr(actors, "OPEN_S", 0.5)
     with pytest.raises(
         LaunchError, match=r"^1 of 2 actors did not start within 0.507 s, on node-2$"
     ):
         group.gpus()
     for each in (quick, slow):
+        ray.kill(each)
+
+
+def test_an_actor_that_ray_has_killed_since_is_not_asked_for_its_gpus(on_ray: Path) -> None:
+    """One without an agent, for lack of memory: the next replacement of a node ended the run."""
+    import ray
+
+    there = [node(1), node(2), node(3)]
+    group: Any = object.__new__(Actors)
+    group.plan = placement.assign_ranks(placement.resources_for(job(3), there), there)
+    make = ray.remote(num_cpus=0)(Answering)
+    idle, lost, new = make.remote(0.0), make.remote(0.0), make.remote(0.0)
+    other = make.remote(0.0)
+    group._actors, group._gpus = {(0, 0): idle, (1, 0): lost, (2, 0): other}, {}
+    group._boxes = dict.fromkeys(group._actors)
+    assert group.gpus() == [("0",)] * 3
+    ray.kill(idle)
+    group.kill_bundle(1)
+    assert (1, 0) not in group._gpus
+    group._actors[1, 0] = new
+    assert group.gpus() == [("0",)] * 3
+    for each in (new, other):
         ray.kill(each)
 
 
