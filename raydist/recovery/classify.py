@@ -46,6 +46,8 @@ class AttemptRecord:
     not."""
     makes_way: str = ""
     """For which run the ranks were stopped, for a person; empty for none."""
+    program: bool = False
+    """Whether the ranks run a program (script=)."""
 
 
 def classify_end(
@@ -76,8 +78,10 @@ def classify_end(
     if drain and report.stop_requested and attempt.stopped is None:
         return _drained(end, drain)
     if attempt.makes_way and report.stop_requested and attempt.stopped is None:
-        # Its error, if it has one, came with the stop. A program may end well on SIGTERM.
-        return end if not (end.signal or end.code) else replace(end, how="stopped")
+        # Its error, if it has one, came with the stop. A job that ends well was just finished; a
+        # program may end well on SIGTERM wherever it is, as one that saves its state then.
+        finished = not (end.signal or end.code or attempt.program)
+        return end if finished else replace(end, how="stopped")
     hang = attempt.hang if attempt.stopped is None else None
     error = _raised(end, report, rank)
     if error:

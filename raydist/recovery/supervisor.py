@@ -18,7 +18,7 @@ from raydist.messages.agent import RankEnd, RankNews, RecordedEnd
 from raydist.messages.rank import HoldTimeouts, LetGoTimeouts
 from raydist.recovery import classify, deadlines, phases
 from raydist.recovery.agent_calls import AgentAnswer, AgentCalls, NodeAnswer, ReachableNodes
-from raydist.recovery.classify import RankRecord
+from raydist.recovery.classify import AttemptRecord, RankRecord
 from raydist.recovery.cut_monitor import NodesCut
 from raydist.recovery.hang import HangMonitor
 from raydist.recovery.hang_verdict import ConfirmedHang
@@ -68,7 +68,7 @@ class Supervisor:
     ) -> None:
         """`retry`: why there is this attempt, if it is not the first."""
         self.ends: dict[int, End] = {}
-        self._phase: Phase = phases.Running()
+        self._phase: Phase = phases.Running(AttemptRecord(program=bool(job.script)))
         self._group = group
         self._events = events
         self._logs = RankLogs(logs, self._world)

@@ -59,9 +59,17 @@ def stop_at(seconds: float) -> Stopped:
     return stopped
 
 
+WAY = AttemptRecord(makes_way="gpt of ana@login")
+
+
 @pytest.mark.parametrize(
     ("given", "rank", "attempt", "how", "at"),
     [
+        (stopped(), RANK, WAY, "finished", 100),
+        (stopped(signum=15), RANK, WAY, "stopped", 100),
+        # a program that saves its state on SIGTERM, and ends well: it is to be started again
+        (stopped(), RANK, replace(WAY, program=True), "stopped", 100),
+        (report(), RANK, replace(WAY, program=True), "finished", 100),
         (report(), RANK, AttemptRecord(), "finished", 100),
         (report(3), RANK, AttemptRecord(), "exited", 100),
         (report(signum=9), RANK, AttemptRecord(), "killed", 100),

@@ -350,6 +350,18 @@ def test_ranks_make_way_after_a_step_of_all(tmp_path: Path, often: None) -> None
     assert trial.kinds("stop")[0]["reason"] == "makes way for gpt of ana@login"
 
 
+def test_a_program_that_ends_well_as_it_makes_way_is_not_finished(
+    tmp_path: Path, often: None
+) -> None:
+    """The run counted as a success, and was not started again."""
+    with Trial(tmp_path, script="train.py") as trial:
+        trial.group.wanted = "gpt of ana@login"
+        assert trial.stopped() == ([0, 1], deadlines.GRACE_S)
+        trial.end(0)
+        trial.end(1)
+        assert ways(trial) == ["stopped", "stopped"]
+
+
 def test_drained_nodes_are_left_after_a_step_of_all_ranks(tmp_path: Path, often: None) -> None:
     with Trial(tmp_path, replies=STEPS) as trial:
         trial.answer(0, event("begin", rank=0, resumed=0))

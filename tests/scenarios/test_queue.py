@@ -258,7 +258,10 @@ def test_runs_of_equal_priority_are_placed_in_order(person: Person) -> None:
 
 def test_a_program_makes_way_only_if_it_may(person: Person) -> None:
     (person.folder / "sleep.py").write_text(
-        "import time; print('here', flush=True); time.sleep(60)"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as if it saved its state\n"
+        "print('here', flush=True)\n"
+        "time.sleep(60)\n"
     )
     words = (f"script={person.folder}/sleep.py", "scale=1x2", "queue.exempt_s=0")
     stays = person.run("stays", *words)
