@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import tempfile
 import threading
@@ -161,12 +162,26 @@ def make_folder(config: DictConfig, key: str) -> str:
 
 
 def refuse_second_sweep(folder: str, key: str) -> None:
-    """Raise ConfigError for a folder with a sweep: its trials would pass for those of this one."""
-    begun = Path(folder, "sweep.json").exists()
+    """Raise ConfigError for a folder with a sweep: its trials would pass for those of this one.
+
+    One that was refused before its first trial has left none.
+    """
+    begun = was_begun(Path(folder, "sweep.json"))
     if begun or any(Path(folder).glob("*/trial.json")):
         ways = [f"sweep.resume={folder}"] if begun else []
         cause = "a sweep is in it already"
         raise ConfigError.of(key, folder, cause, *ways, f"{key}={fresh(folder)}") from None
+
+
+def was_begun(summary: Path) -> bool:
+    """Return whether a sweep with this summary has trials, or may still get some."""
+    try:
+        found = json.loads(summary.read_text(encoding="utf-8"))
+        return bool(found["trials"] or found["state"] == "running")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
 
 
 def require_writable(folder: str, key: str) -> None:
@@ -483,6 +498,7 @@ class SweepConfig:
         """Hydra's overrides by key without a sign; the last one of each key."""
         self.override_texts = loader.override_texts
         """All overrides as typed, but with references in place of secrets."""
+        self.config_dir = config_dir
         self.function = _name_of(function) if function else ""
         """The job's name, MODULE:NAME, if it is an object that the caller passed."""
         self._jobs: dict[tuple[str, ...], Job] = {}

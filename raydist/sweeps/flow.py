@@ -26,7 +26,7 @@ from raydist.sweeps.conduct import Conductor, Setup
 from raydist.sweeps.folder import Folder, read_summary, read_trials, wall_before
 from raydist.sweeps.importance import RunningImportance
 from raydist.sweeps.space import Space
-from raydist.sweeps.table import SweepScreen
+from raydist.sweeps.table import SweepCommands, SweepScreen
 from raydist.sweeps.trial import (
     OPEN,
     Objective,
@@ -105,7 +105,7 @@ def run_sweep(
     The arguments are those of SweepConfig.
     """
     began = time.monotonic()
-    resumed, overrides, name = gone_on_with(overrides, name)
+    resumed, overrides, name = gone_on_with(overrides, name, function)
     config = SweepConfig(overrides, name, config_dir, function)
     space = Space(config)
     jobs = [checked(job) for job in space.jobs()]
@@ -118,13 +118,20 @@ def run_sweep(
     path = resumed or Path(config.make_folder())
     screen = SweepScreen(jobs[0].watch, objectives)
     folder = Folder(path, lambda text: screen.event(kinds.Warning(text=text)))
-    trials = {
-        number: reopened(trial, settings, objectives) for number, trial in read_trials(path).items()
-    }
-    before_s = wall_before(path)
-    rules.check_below_limits([*trials.values()], settings, before_s)
-    until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
-    sampler = samplers.sampler(sampler_name, settings, space, folder)
+    try:
+        trials = {
+            number: reopened(trial, settings, objectives)
+            for number, trial in read_trials(path).items()
+        }
+        before_s = wall_before(path)
+        rules.check_below_limits([*trials.values()], settings, before_s)
+        until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
+        if not resumed:  # a sweep may have been refused here that had other objectives
+            (path / samplers.JOURNAL).unlink(missing_ok=True)
+        sampler = samplers.sampler(sampler_name, settings, space, folder)
+    except BaseException:
+        folder.close()  # a notebook goes on, and so may the sweep, with other settings
+        raise
     facts = SweepRecord(
         config.override_texts, name, space, objectives, sampler_name, settings, config
     )
@@ -169,9 +176,9 @@ def run_sweep(
                 limits = (
                     rules.raised_limits(states, settings, wall_s()) if how != "finished" else []
                 )
-                lines = table.summary_facts(
-                    states, objectives, weights.shares, str(path), facts.command, limits
-                )
+                resume = facts.resumption(path, limits)
+                commands = SweepCommands(facts.command, resume, bool(limits))
+                lines = table.summary_facts(states, objectives, weights.shares, str(path), commands)
                 screen.summary(
                     lines,
                     table.sweep_headline(states, time.monotonic() - began, how),
@@ -186,16 +193,24 @@ def run_sweep(
     )
 
 
-def gone_on_with(overrides: Sequence[str], name: str) -> tuple[Path | None, list[str], str]:
+def gone_on_with(
+    overrides: Sequence[str], name: str, function: Callable[..., Any] | None = None
+) -> tuple[Path | None, list[str], str]:
     """Return (folder, overrides, config's name) of the sweep that `sweep.resume=` names.
 
-    Without that setting the folder is None, and the others are unchanged.
+    Without that setting the folder is None, and the others are unchanged. `function`: the job, if
+    the caller passed one.
     """
     parsed = [Override.parse(text) for text in overrides]
     folder = next((each.value for each in reversed(parsed) if each.key == "sweep.resume"), None)
     if not folder:
         return None, [*overrides], name
     summary = read_summary(folder)
+    if (job := summary.get("function")) and function is None:
+        resumed = f"sweep.resume={folder}"
+        call = in_python("sweep", job, [resumed])
+        text = f"{resumed}: its job is the function {job}, which only Python can pass; type {call}"
+        raise ConfigError(text, "sweep.resume", folder, call)
     unsaved = [Override.parse(text).key for text in summary["overrides"] if REFERENCE in text]
     for each in parsed:
         may_change = each.text.lstrip("+").startswith(MAY_CHANGE) or each.key in unsaved
@@ -274,7 +289,7 @@ class SweepRecord:
         }
 
     def command(self, trial: Trial) -> str:
-        """Return what to type to run a trial alone."""
+        """Return what a person types to run a trial alone."""
         fixed = [
             text
             for text in self.overrides
@@ -282,4 +297,25 @@ class SweepRecord:
             and not key.startswith(("sweep.", "hydra."))
         ]
         own = [f"{key}={value}" for key, value in trial.settings.items()]
-        return shlex.join(["python", "-m", "raydist.train", *fixed, *own])
+        if self.config.function:
+            return in_python("run", self.config.function, [*fixed, *own])
+        named = ["--config-name", self.config_name] if self.config_name != CONFIG else []
+        return shlex.join(["python", "-m", "raydist.train", *named, *self._searched, *fixed, *own])
+
+    def resumption(self, folder: Path, limits: Sequence[str]) -> str:
+        """Return what a person types to continue the sweep. `limits`: those to be raised."""
+        settings = [f"sweep.resume={folder}", *limits]
+        if self.config.function:
+            return in_python("sweep", self.config.function, settings)
+        return shlex.join(["raydist", "sweep", *self._searched, *settings])
+
+    @property
+    def _searched(self) -> list[str]:
+        """The flag for the folder of settings, which sweep.json does not have."""
+        return ["--config-dir", self.config.config_dir] if self.config.config_dir else []
+
+
+def in_python(call: str, function: str, settings: Sequence[str]) -> str:
+    """Return a call of raydist.run or raydist.sweep with a function (MODULE:NAME) and settings."""
+    words = [function.rpartition(":")[2], *map(repr, settings)]
+    return f"raydist.{call}({', '.join(words)})"

@@ -14,6 +14,8 @@ from raydist.sweeps.trial import Trial
 
 OPTUNA = ("tpe", "gp", "cmaes", "nsga2", "qmc")
 """The samplers of Optuna, the extra `sweep`."""
+JOURNAL = "optuna.journal"
+"""The file of Optuna's study in the folder of a sweep."""
 
 
 class Sampler(Protocol):
@@ -105,4 +107,4 @@ def sampler(name: str, sweep: Sweep, space: Space, folder: Folder) -> Sampler:
         return Random(space, sweep.seed)
     from raydist.sweeps.optuna_study import OptunaSampler
 
-    return OptunaSampler(name, sweep, space, folder.path / "optuna.journal", folder.warn)
+    return OptunaSampler(name, sweep, space, folder.path / JOURNAL, folder.warn)

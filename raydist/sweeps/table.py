@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from raydist.reporting import wording
 from raydist.reporting.console import screen
@@ -119,19 +119,25 @@ def sweep_headline(trials: Sequence[Trial], wall_s: float, how: str) -> str:
     return f"sweep {how} in {wall_s:.1f} s: {counted(len(trials), 'trial')}, {', '.join(parts)}"
 
 
+class SweepCommands(NamedTuple):
+    """What a person may type after a sweep."""
+
+    again: Callable[[Trial], str]
+    """To run a trial alone."""
+    resume: str
+    """To continue the sweep."""
+    limited: bool
+    """Whether a limit has ended it, which `resume` raises."""
+
+
 def summary_facts(
     trials: Sequence[Trial],
     objectives: Sequence[Objective],
     shares: Mapping[str, float],
     folder: str,
-    command: Callable[[Trial], str],
-    limits: Sequence[str] = (),
+    commands: SweepCommands,
 ) -> list[tuple[str, str]]:
-    """Return (name, value) lines.
-
-    `shares`: the importance of settings. `command`: what to type for a trial alone.
-    `limits`: those that ended the sweep, as a command that continues it has them.
-    """
+    """Return (name, value) lines. `shares`: the importance of settings."""
     facts = []
     for trial in best_trials(trials, objectives)[:5]:
         values = [f"{each.name} {number_text(trial.values[each.name])}" for each in objectives]
@@ -139,12 +145,12 @@ def summary_facts(
             ("best", f"trial {trial.number}: {', '.join(values)}, {settings_text(trial.settings)}")
         )
     if facts:
-        facts.append(("again", command(best_trials(trials, objectives)[0])))
+        facts.append(("again", commands.again(best_trials(trials, objectives)[0])))
     if shares:
         facts.append(
             ("importance", ", ".join(f"{key} {share:.2f}" for key, share in shares.items()))
         )
     unfinished = [trial for trial in trials if trial.state in ("waiting", "running", "stopped")]
-    if unfinished or limits:
-        facts.append(("continue", " ".join(["raydist sweep", f"sweep.resume={folder}", *limits])))
+    if unfinished or commands.limited:
+        facts.append(("continue", commands.resume))
     return [*facts, ("folder", folder), ("records", "sweep.json, sweep.csv")]

@@ -358,6 +358,14 @@ def test_the_loser_of_a_race_takes_the_next_folder(
     assert len({*folders}) == 4
 
 
+def test_the_folder_of_a_sweep_that_was_refused_is_free(here: Path) -> None:
+    """The corrected command was refused: a sweep is in it already."""
+    (here / "out").mkdir()
+    (here / "out/sweep.json").write_text('{"state": "failed", "trials": []}')
+    config = SweepConfig(["job=digits", "seed=0,1", "hydra.sweep.dir=out"])
+    assert config.make_folder() == str(here / "out")
+
+
 @pytest.mark.parametrize("left", ["sweep.json", "0/trial.json"])
 def test_no_second_sweep_in_the_typed_folder_of_a_first(here: Path, left: str) -> None:
     record = here / "out" / left

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raydist.settings.compose import SweepConfig
+from raydist.settings.config import Sweep
 from raydist.shared.errors import ConfigError
 from raydist.sweeps import flow, samplers
+from raydist.sweeps.folder import is_running
 from raydist.sweeps.space import Space
+from raydist.sweeps.trial import Trial
 
 LOG = "optim.lr=tag(log,interval(1e-4,1e-1))"
 
@@ -82,6 +86,54 @@ def test_auto_is_a_grid_where_there_is_one() -> None:
     ):
         result = space(*overrides, *more)
         assert samplers.choose_sampler(next(result.jobs()).sweep, result) == chosen
+
+
+def test_a_sweep_of_a_function_is_gone_on_with_in_python_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command trained the default job in its place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.json").write_text(json.dumps({"function": "__main__:train"}))
+    with pytest.raises(ConfigError, match="its job is the function __main__:train") as refused:
+        flow.run_sweep(["sweep.resume=."])
+    assert refused.value.suggestion == "raydist.sweep(train, 'sweep.resume=.')"
+
+
+def test_a_refused_sweep_can_be_gone_on_with_in_the_same_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook: its folder stayed locked."""
+    monkeypatch.chdir(tmp_path)
+    record = {"overrides": ["seed=0,1"], "config_name": "config", "sampler": "grid"}
+    record |= {"wall_s": 7200.0, "trials": []}
+    (tmp_path / "sweep.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="hours before") as refused:
+        flow.run_sweep(["sweep.resume=.", "sweep.hours=1"])
+    assert not is_running(tmp_path)
+    assert refused.traceback  # which keeps what is open, as that of a notebook does
+
+
+def test_what_is_typed_after_a_sweep_has_its_flags_and_quotes(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [schema, config, _self_]\n")
+    one = Trial(0, {"seed": "0"})
+    config = SweepConfig(["seed=0,1", "env.A=b c"], "mine", str(tmp_path))
+    record = flow.SweepRecord(
+        config.override_texts, "mine", Space(config), (), "grid", Sweep(), config
+    )
+    flags = f"--config-dir {tmp_path}"
+    assert record.command(one) == (
+        f"python -m raydist.train --config-name mine {flags} 'env.A=b c' seed=0"
+    )
+    again = record.resumption(Path("/my runs"), ["sweep.hours=2"])
+    assert again == f"raydist sweep {flags} 'sweep.resume=/my runs' sweep.hours=2"
+
+    def train() -> None: ...
+
+    config = SweepConfig(["seed=0,1"], function=train)
+    record = replace(record, overrides=config.override_texts, config_name="config", config=config)
+    name = train.__qualname__
+    assert record.command(one) == f"raydist.run({name}, 'seed=0')"
+    assert record.resumption(Path("/r"), []) == f"raydist.sweep({name}, 'sweep.resume=/r')"
 
 
 def test_a_sweep_with_more_trials_keeps_the_sampler_that_it_began_with(
