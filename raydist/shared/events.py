@@ -61,6 +61,20 @@ class Budget:
         return True
 
 
+def line_of(event: Event) -> bytes:
+    """Return an event as JSON; if it has none, such as a dict with tuples as keys, a warning.
+
+    In a rank, an exception would end the thread that sends, and the rank would be taken for stuck;
+    in the driver it would end the run.
+    """
+    try:
+        return json.dumps(event.to_json(), default=str).encode()
+    except Exception as error:
+        rank = event.rank if isinstance(event, kinds.OfRank) else None
+        text = f"an event of the kind {event.kind} was not sent: {error}"
+        return json.dumps(kinds.Warning(rank=rank, text=text).to_json()).encode()
+
+
 class Events(AbstractContextManager["Events"]):
     """The event stream of one run: each event is appended to a file, then given to the readers.
 
@@ -103,11 +117,12 @@ class Events(AbstractContextManager["Events"]):
         The line thus survives a SIGKILL of the driver. A full disk does not end the run: up to
         `MAX_OWED` bytes of lines are kept in memory until they can be written.
         """
-        line = json.dumps(new.to_json(), default=str)
+        line = line_of(new)
+        # Readers see the same live as in the file: no tuples, and keys are text.
+        seen = kinds.from_json(json.loads(line))
         with self._lock:
-            self._write(self._for_disk(new, line.encode() + b"\n"))
-            # Readers see the same live as in the file: no tuples, and keys are text.
-            self._tell(kinds.from_json(json.loads(line)))
+            self._write(self._for_disk(seen, line + b"\n"))
+            self._tell(seen)
 
     def _for_disk(self, new: Event, line: bytes) -> bytes:
         """Return what is appended to the file for this event."""

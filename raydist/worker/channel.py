@@ -6,7 +6,6 @@ The heartbeat page outlives the process.
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import select
@@ -46,6 +45,7 @@ from raydist.messages.rank import (
 )
 from raydist.messages.wire import Message, decode, encode
 from raydist.shared import kinds
+from raydist.shared.events import line_of
 from raydist.shared.kinds import Event
 from raydist.worker import context, stacks
 from raydist.worker.agreed import Action
@@ -282,16 +282,3 @@ class Channel:
         if gap and not self._reported_gap and context.rank().rank == 0:
             self.emit(kinds.Warning(text=gap))
         self._reported_gap = gap
-
-
-def line_of(event: Event) -> bytes:
-    """Return an event as JSON; if it has none, such as a dict with tuples as keys, a warning.
-
-    An exception would end the thread that sends, and the rank would be taken for stuck.
-    """
-    try:
-        return json.dumps(event.to_json(), default=str).encode()
-    except Exception as error:
-        rank = event.rank if isinstance(event, kinds.OfRank) else None
-        text = f"an event of the kind {event.kind} was not sent: {error}"
-        return json.dumps(kinds.Warning(rank=rank, text=text).to_json()).encode()

@@ -145,6 +145,23 @@ def test_both_ways_to_start_a_rank(on_ray: Path, group: str, start: str) -> None
     assert done.values == ("0", "1")
 
 
+def test_a_report_that_json_cannot_hold_is_a_warning_inline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the run; a rank elsewhere only warns."""
+    monkeypatch.chdir(tmp_path)
+
+    def job() -> int:
+        raydist.report(step=1, confusion={(0, 1): 5})
+        raydist.report(step=2, loss=1.0)
+        return 7
+
+    done = raydist.run(job, "scale=1x1", "group=inline", QUIET)
+    assert done.values == (7,)
+    assert [text for text in done.warnings if "the kind report was not sent: keys must" in text]
+    assert [each["step"] for each in read_events(done.dir / "events.jsonl", kind="report")] == [2]
+
+
 def test_one_inline_rank_runs_in_this_very_process(on_ray: Path) -> None:
     before = dict(os.environ)
     done = raydist.run(
