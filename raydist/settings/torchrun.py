@@ -183,7 +183,7 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
         *([f"env.ROLE_NAME={flags['role']}"] if flags["role"] else []),
         *([f"env.TORCHELASTIC_RUN_ID={flags['rdzv-id']}"] if flags["rdzv-id"] else []),
         *([f"scale.numa={flags['numa-binding']}"] if flags["numa-binding"] else []),
-        f"watch.output={output_ranks(flags)}",
+        f"watch.output={output_ranks({**flags, **typed_shape(own)})}",
     ]
     typed = typed_settings(own)
     overrides = [text for text in overrides if text.partition("=")[0] not in typed]
@@ -202,6 +202,24 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
 def is_override(text: str) -> bool:
     """Report whether this is a raydist override such as scale.cpus=4, not the script's name."""
     return re.match(r"[+~]*[a-z_][\w./@-]*=", text) is not None
+
+
+def typed_shape(own: Sequence[str]) -> dict[str, str]:
+    """Return the numbers of nodes and ranks that raydist's own overrides set, as torchrun's flags.
+
+    Their order does not matter: settings win over a choice of their group.
+    """
+    typed = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in own)}
+    scale = typed.get("scale", "")
+    if size := re.fullmatch(r"(?:\d+\.\.)?(\d+)(?:x(\d+))?", scale):
+        nodes, per_node = size.groups(default="")
+    else:
+        nodes, per_node = scale, ""  # a choice such as cluster: the nodes are counted later
+    shape = {
+        "nnodes": typed.get("scale.max_nodes") or typed.get("scale.nodes") or nodes,
+        "nproc-per-node": typed.get("scale.per_node") or per_node,
+    }
+    return {name: value for name, value in shape.items() if value}
 
 
 def typed_settings(own: Sequence[str]) -> set[str]:
@@ -261,10 +279,14 @@ def output_ranks(flags: Mapping[str, str]) -> str:
         return "all"
     if "all" in redirected and not teed:
         return "none"
-    per_node, nodes = flags["nproc-per-node"], int(flags["nnodes"].rpartition(":")[2])
+    per_node, most = flags["nproc-per-node"], flags["nnodes"].rpartition(":")[2]
     if not per_node.isdecimal():
         cause = "must be a number if only some ranks' output is shown"
         raise ConfigError.of("--nproc-per-node", per_node, cause, "--nproc-per-node 8")
+    if not most.isdecimal():
+        cause = "the number of nodes must be known if only some ranks' output is shown"
+        raise ConfigError.of("scale", most, cause, f"scale=2x{per_node}")
+    nodes = int(most)
     local = [rank for rank in map(str, range(int(per_node))) if not only or rank in only.split(",")]
     shown = [rank for rank in local if {"all", rank} & teed or not {"all", rank} & redirected]
     return (

@@ -81,6 +81,24 @@ def test_flags_become_words(line: str, says: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("scale=2x8", "0,8"),
+        ("--nnodes 3 --nproc-per-node 5 scale=2x8", "0,8"),
+        ("--nproc-per-node 2 scale=2x8 scale.nodes=3", "0,8,16"),
+        ("--nproc-per-node gpu scale.per_node=4 scale.max_nodes=2", "0,4"),
+        ("--nnodes 2 scale.per_node=4", "0,4"),
+        ("--nproc-per-node 2 scale=1..3", "0,2,4"),
+        ("scale=1..2x8", "0,8"),
+    ],
+)
+def test_ranks_whose_output_is_shown_are_those_of_the_typed_size(typed: str, shown: str) -> None:
+    """They were counted by the flags: of other nodes nothing was shown, or of other ranks."""
+    translated = words("--local-ranks-filter", "0", *typed.split(), "train.py")
+    assert translated["watch.output"] == shown
+
+
+@pytest.mark.parametrize(
     ("typed", "dropped", "kept"),
     [
         ("scale=2x8", {"scale.nodes", "scale.per_node"}, {}),
@@ -179,6 +197,12 @@ def test_arguments_arrive_as_they_stand(arg: str) -> None:
             "--nproc-per-node",
             "gpu",
             "--nproc-per-node 8",
+        ),
+        (
+            "--nproc-per-node 2 --local-ranks-filter 0 scale=cluster train.py",
+            "scale",
+            "cluster",
+            "scale=2x2",
         ),
         ("-m --no-python train", "--no-python", None, "--module"),
     ],
