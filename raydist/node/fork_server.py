@@ -44,7 +44,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raydist.messages.server import BeginRun, Busy, Claim, Claimed, ImportModules, Pong, Warm
@@ -83,6 +83,8 @@ class Server(AgentServer):
     locks: list[int] = field(default_factory=list)
     """The locks on these folders."""
     files: ImportedFiles = field(default_factory=ImportedFiles)
+    rank_readers: set[str] = field(default_factory=set)
+    """The modules that have read, while this server imported them, which rank they are in."""
 
     def answer(self, agent: socket.socket, message: Message, fds: list[int], number: int) -> None:
         """Execute a message of an agent, or of a process that claims the server."""
@@ -212,7 +214,10 @@ class Server(AgentServer):
         if warm.rank_readers:
             rank_readers.remember(warm.rank_readers)
             self.reusable = False  # the next server leaves these packages out, and forks
-        return warm
+        # Whoever asked first may not have read the answer: the driver has its own server import
+        # what the job needs before an agent is there.
+        self.rank_readers.update(warm.rank_readers)
+        return replace(warm, rank_readers=sorted(self.rank_readers))
 
     def report_progress(self) -> None:
         if self.lifeline >= 0:

@@ -1066,6 +1066,8 @@ def test_a_package_that_reads_its_rank_at_import_is_left_to_the_ranks(
         line = node.dial()
         warm = line.imported("lit", "lit:ranks")
         assert (list(warm.rank_readers), dict(warm.failed)) == (readers, {})
+        # the driver's server was asked by the driver first, which does not read the answer
+        assert list(line.imported("lit", "lit:ranks").rank_readers) == readers
         line.fork(see)
         assert line.receive(Ended).code == 0
         assert line.value() == (3, forked)
