@@ -33,7 +33,13 @@ from raydist.reporting.failures import Failures
 from raydist.reporting.page_files import Pages
 from raydist.settings.config import Watch
 from raydist.shared.kinds import Event
-from raydist.sweeps.table import SweepScreen, summary_facts, sweep_headline, table_rows
+from raydist.sweeps.table import (
+    SweepCommands,
+    SweepScreen,
+    summary_facts,
+    sweep_headline,
+    table_rows,
+)
 from raydist.sweeps.trial import Trial, WatchedTrial, parse_objectives, unreported_objective
 from raydist.tools import bandwidth, doctor, horovod, launch, plan, submit, sweep, warm
 from tests import canned, machines
@@ -189,7 +195,9 @@ def sweeps(here: Path) -> str:
             wanted,
             {"optim.lr": 0.81},
             "runs/a_sweep",
-            lambda trial: f"(trial {trial.number})",
+            SweepCommands(
+                lambda trial: f"(trial {trial.number})", "raydist sweep sweep.resume=F", False
+            ),
         )
         sweep_screen.summary(facts, sweep_headline(trials, 35.2, "stopped"), good=False)
         text.append(stream.getvalue().lstrip("\0"))

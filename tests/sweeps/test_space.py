@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,8 +105,8 @@ def test_a_refused_sweep_can_be_gone_on_with_in_the_same_process(
 ) -> None:
     """As in a notebook: its folder stayed locked."""
     monkeypatch.chdir(tmp_path)
-    record = {"overrides": ["seed=0,1"], "config_name": "config", "sampler": "grid"}
-    record |= {"wall_s": 7200.0, "trials": []}
+    record: dict[str, Any] = {"overrides": ["seed=0,1"], "config_name": "config"}
+    record |= {"sampler": "grid", "wall_s": 7200.0, "trials": []}
     (tmp_path / "sweep.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="hours before") as refused:
         flow.run_sweep(["sweep.resume=.", "sweep.hours=1"])
