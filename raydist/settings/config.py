@@ -587,8 +587,9 @@ class Job:
     """A file with such variables, as for docker's --env-file: NAME=value, or NAME to pass one on.
     `env` wins."""
     working_dir: str = ""
-    """A folder to send to every node (working_dir=.), without runs/ and files like .env; the ranks
-    run in the copy, as with ray job submit."""
+    """A folder to send to every node (working_dir=.), without the folders runs, multirun and
+    outputs at its top and without files like .env; the ranks run in the copy, as with ray job
+    submit."""
     pip: list[str] = field(default_factory=list)
     """Packages that Ray installs for the ranks: pip=[transformers,einops==0.8.0], or one
     requirements file."""
