@@ -327,6 +327,14 @@ def numbered_alike(before: Plan, after: Plan) -> bool:
     )
 
 
+def with_bundles(request: ResourceRequest, bundles: int) -> ResourceRequest:
+    """Return the request with another number of bundles, which are all equal."""
+    if bundles == len(request.bundles):
+        return request
+    ranks = (bundles - request.spares) * request.ranks_per_bundle
+    return replace(request, world_size=ranks, bundles=request.bundles[:1] * bundles)
+
+
 def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
     """Return the same ranks in the same bundles, after Ray has moved some bundles to other nodes.
 

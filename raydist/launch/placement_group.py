@@ -72,7 +72,7 @@ def placed_group(
                     gang.remove()
                     gang = held = None
             if gang is None:
-                held, nodes = group_in_turn(job, request, address, events, turn)
+                held, nodes, request = group_in_turn(job, request, address, events, turn)
             if turn.waited_s:
                 events.add(kinds.Phase(name="queue", s=turn.waited_s))
             plan = placement.assign_ranks(request, nodes)
@@ -201,8 +201,10 @@ class RayHosts(Hosts):
 
 def group_in_turn(
     job: Job, request: ResourceRequest, address: str, events: Events, turn: Turn
-) -> tuple[Any, list[Node]]:
-    """Return a placement group that has room, and the node of each bundle; note them in the queue.
+) -> tuple[Any, list[Node], ResourceRequest]:
+    """Return a placement group that has room, the node of each bundle, and its request.
+
+    The queue learns of them. An elastic run may get fewer nodes than it has requested.
 
     With the queue, it is created when it is this run's turn: of two groups that wait, Ray places
     the one that it tries first, and may keep a large one waiting forever.
@@ -211,12 +213,13 @@ def group_in_turn(
 
     while True:
         turn.wait()
-        held = steered_group(job, request, address, events)
+        fitted = turn.fit(request)
+        held = steered_group(job, fitted, address, events)
         try:
             patience = turn.patience(job.scale.wait_s)
-            nodes = wait_until_placed(held, request, patience, events, turn.check)
+            nodes = wait_until_placed(held, fitted, patience, events, turn.check)
             turn.note_placement(nodes)
-            return held, nodes
+            return held, nodes, fitted
         except BaseException as error:
             remove_placement_group(held)
             if not isinstance(error, TurnPassed):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raydist.cluster import connect, ray_private
+from raydist.cluster import connect, placement, ray_private
 from raydist.cluster.nodes import Node, ResourceRequest, select_nodes, still_to_come
 from raydist.cluster.queue import order, store
 from raydist.cluster.queue.entry import (
@@ -91,6 +91,10 @@ class Turn:
 
     def wait(self) -> None:
         """Wait until the run may be placed."""
+
+    def fit(self, request: ResourceRequest) -> ResourceRequest:
+        """Return what the run asks Ray for, now that it is its turn. `request`: as in entered()."""
+        return request
 
     def patience(self, wait_s: float) -> float:
         """Return how long Ray may take to place the run, in seconds. `wait_s`: scale.wait_s."""
@@ -225,6 +229,9 @@ class QueuedTurn(Turn):
             self._change(state=WAITING)
             raise TurnPassed
 
+    def fit(self, request: ResourceRequest) -> ResourceRequest:
+        return placement.with_bundles(request, self._own.demand.bundles)
+
     def patience(self, wait_s: float) -> float:
         return math.inf  # _look() gives up
 
@@ -321,9 +328,26 @@ class QueuedTurn(Turn):
         requests = {id: request for id, request in found.requests.items() if id in living}
         freeing = self._others.freeing(others)
         cluster = seen_cluster(self._job)
+        size = self._size_in(cluster)
+        if self._own.state == WAITING and size != self._own.demand.bundles:
+            self._change(demand=replace(self._own.demand, bundles=size))
+        elif size < self._own.demand.bundles:  # the placement group has a fixed size
+            return Verdict(False, "nodes that had room are taken")
         entries = [*alive, *freeing, self._own]
         verdicts = order.order_runs(entries, cluster, requests, time.time())
         return verdicts[self._own.id]
+
+    def _size_in(self, cluster: Cluster) -> int:
+        """Return for how many bundles the run asks in this cluster.
+
+        An elastic run takes the nodes that have room, and does not wait for those that had it when
+        it entered. With queue.shrink it begins with its minimum.
+        """
+        scale, demand = self._job.scale, self._own.demand
+        if scale.max_nodes is None or self._job.queue.shrink:
+            return demand.bundles
+        ready = len(order.bundles_by_node(demand, cluster.free, cluster.nodes))
+        return max(scale.nodes or 1, min(scale.max_nodes, ready))
 
     def _beat(self) -> None:
         """Show that this driver is alive, and look for requests and instructions."""

@@ -18,6 +18,7 @@ from raydist.cluster.queue.entry import (
     RESUME,
     RUNNING,
     WAITING,
+    Demand,
     Entry,
     Instruction,
     WayRequest,
@@ -42,6 +43,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    def thread_time(self) -> float:
+        return 0.0
 
 
 @pytest.fixture
@@ -90,6 +94,31 @@ def test_nobody_counts_on_a_run_whose_driver_is_silent(
     assert own._look().asks.keys() == {"other/0"}
     found.entries[:] = [beaten(silent), beaten(beaten(other))]
     assert own._look().asks == {}
+
+
+@pytest.mark.parametrize(("shrink", "size"), [(False, 2), (True, 1)])
+def test_an_elastic_run_asks_for_the_nodes_that_have_room_in_its_turn(
+    shrink: bool, size: int, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    own = urgent(monkeypatch, store.Everything([], {}))
+    scale = Scale(1, 3, per_node=1)
+    own._job = replace(JOB, queue=Queue(enabled=True, shrink=shrink), scale=scale)
+    free = [replace(NODES[0], id=f"n{n}") for n in (1, 2, 3)]
+    own._write(replace(own._own, demand=Demand.of(placement.resources_for(own._job, free))))
+    request = placement.resources_for(own._job, free)
+    taken = replace(free[2], free={})
+    monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([*free[:2], taken]))
+    own.wait()
+    assert (own._own.state, len(own.fit(request).bundles)) == (PLACING, size)
+    clock.now += turn.TRY_S + 1
+    own.check()
+    taken_too = [free[0], replace(free[1], free={}), taken]
+    monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster(taken_too))
+    if not shrink:
+        with pytest.raises(turn.TurnPassed):
+            own.check()
+        own.wait()
+    assert own.fit(request).world_size == 1
 
 
 def test_a_silent_run_in_line_keeps_nobody_waiting(
