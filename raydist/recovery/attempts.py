@@ -96,7 +96,7 @@ class Attempts:
         while True:
             self._past.append(attempt)
             replaceable = policy.is_drained(attempt) and bool(group.draining_ranks())
-            match policy.decide(job.restart, self._past, replaceable):
+            match policy.decide(job.restart, self._past, replaceable, bool(job.script)):
                 case GiveUp(reason):
                     # A first Ctrl-C does not end it: shards of a checkpoint would be lost, which
                     # only the driver can have written, and the last state after them.
@@ -125,7 +125,7 @@ class Attempts:
             return False
         group.hosts.record_attempt(first_cause(ends), ())
         self._past.append(explain_failure(Attempt(ends), self._events, self.count))
-        match policy.decide(job.restart, self._past):
+        match policy.decide(job.restart, self._past, program=bool(job.script)):
             case GiveUp(reason):  # the state was saved when the last nodes were left
                 earlier = tuple(self._past[:-1])
                 self.outcome = replace(self._past[-1], earlier=earlier, why_last=reason)

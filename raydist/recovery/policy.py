@@ -112,12 +112,17 @@ def settle_job(job: Job, plan: Plan) -> Job:
     return result
 
 
-def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) -> Retry | GiveUp:
+def decide(
+    rule: Restart, past: Sequence[Attempt], replaceable: bool = False, program: bool = False
+) -> Retry | GiveUp:
     """Return what follows the last of these attempts.
 
-    `replaceable`: whether other nodes are ready to replace those that are drained.
+    `replaceable`: whether other nodes are ready to replace those that are drained. `program`:
+    whether the ranks run one (script=).
     """
     last = past[-1]
+    # A program need not report its steps: then only `restart.max` limits its failures.
+    steps_known = not program or any(attempt.reached for attempt in past)
     end = first_cause(last.ends)
     if last.error is None and end is None and last.resize and unfinished(last):
         return Retry(tuple(past))
@@ -127,9 +132,9 @@ def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) ->
         return GiveUp("")
     if end.type in NEVER:
         return GiveUp(f"another attempt would end with the same {end.type}")
-    if len(past) > 1 and same(first_cause(past[-2].ends), end):
+    if steps_known and len(past) > 1 and same(first_cause(past[-2].ends), end):
         return GiveUp(f"the same failure came twice at step {end.step}")
-    if (stuck := without_progress(past)) >= STUCK:
+    if steps_known and (stuck := without_progress(past)) >= STUCK:
         return GiveUp(f"{stuck} failures in a row without a step beyond step {last.reached}")
     counted = [attempt for attempt in past if counts(rule, attempt, end.at)]
     if len(counted) > rule.max:

@@ -144,8 +144,10 @@ def rig(folder: Path, patch: pytest.MonkeyPatch, *ends: Attempt) -> Rig:
         attempt.retries.append(given[-1])
         return next(todo)
 
-    def decide(rule: Restart, past: Sequence[Attempt], replaceable: bool = False) -> Retry | GiveUp:
-        attempt.decisions.append(choose(rule, past, replaceable))
+    def decide(
+        rule: Restart, past: Sequence[Attempt], replaceable: bool = False, program: bool = False
+    ) -> Retry | GiveUp:
+        attempt.decisions.append(choose(rule, past, replaceable, program))
         return attempt.decisions[-1]
 
     choose = policy.decide

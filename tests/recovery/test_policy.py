@@ -151,6 +151,17 @@ def test_without_a_step_in_between_there_is_an_end_however_many_are_forgiven() -
     assert isinstance(decide(rule, history((KILLED, 10), (KILLED, 10), (KILLED, 11))), Retry)
 
 
+@pytest.mark.parametrize("end", [KILLED, RAISED])
+def test_a_program_that_reports_no_step_fails_as_often_as_is_allowed(end: End) -> None:
+    rule = Restart(max=5, window_s=None)
+    assert isinstance(decide(rule, history(*[(end, 0)] * 5), program=True), Retry)
+    assert decide(rule, history(*[(end, 0)] * 6), program=True) == GiveUp(
+        "6 failures, restart.max=5"
+    )
+    stuck = history((RAISED, 10), (RAISED, 10))  # one that reports its steps is judged by them
+    assert isinstance(decide(rule, stuck, program=True), GiveUp)
+
+
 ENDS = st.builds(
     replace,
     st.sampled_from([KILLED, RAISED, LOST, PREEMPTED]),

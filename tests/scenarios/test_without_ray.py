@@ -39,6 +39,14 @@ STEPS = """
 """
 
 
+FAILS_FOUR_TIMES = """
+    import os
+
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 4:
+        raise ValueError("not yet")
+"""
+
+
 SLOW_FIRST_STEP = """
     import time
     import torch
@@ -124,6 +132,14 @@ def test_a_failure_is_blamed_and_restarted(tmp_path: Path) -> None:
     assert again.wait() == 0, again.screen
     assert [event["number"] for event in again.events("restart")] == [1]
     assert_nothing_left(again)
+
+
+def test_a_program_without_reports_fails_as_often_as_it_may(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(FAILS_FOUR_TIMES))
+    words = ("--nproc-per-node", "2", "--max-restarts", "5", "train.py")
+    program = Program(tmp_path, *words, module="raydist.tools.launch")
+    assert program.wait() == 0, program.screen
+    assert [event["number"] for event in program.events("restart")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
