@@ -59,12 +59,18 @@ class Arrival:
 
 @dataclass
 class RestartCost:
-    """The first step after a restart, from the events of rank 0."""
+    """The first step after a restart, from the events of rank 0.
+
+    A program that has never reported a step may report none now: it is back once all ranks run.
+    """
 
     retry: Retry
+    program: bool = False
+    """Whether the ranks run a program (script=)."""
     resumed_step: int | None = None
     """The step from which the loop continued; None if it began anew."""
     stepped: bool = False
+    """Whether the event `restarted` was returned."""
 
     def add(self, rank: int, event: Event) -> kinds.Restarted | None:
         """Record an event of a rank.
@@ -78,16 +84,26 @@ class RestartCost:
         step = (event.step or 0) if isinstance(event, kinds.Report) else 0
         if step <= (self.resumed_step or 0):
             return None  # a report without a later step may be an evaluation
+        return self._restarted(step, event.t)
+
+    def note_met(self, at: float) -> kinds.Restarted | None:
+        """Record that all ranks have met; return the same if no step of them can be expected.
+
+        `at`: when they have, in seconds since the epoch.
+        """
+        if self.stepped or not self.program or self.retry.reached:
+            return None
+        return self._restarted(0, at)
+
+    def _restarted(self, step: int, at: float) -> kinds.Restarted:
         self.stepped = True
         paused = self.retry.cause is None and self.retry.elsewhere
-        repeated = max(
-            0, self.retry.reached - (step - 1 if self.resumed_step is None else self.resumed_step)
-        )
+        before = max(0, step - 1) if self.resumed_step is None else self.resumed_step
         return kinds.Restarted(
             number=self.retry.failures,
             step=step,
-            s=event.t - self.retry.since,
-            repeated=repeated,
+            s=at - self.retry.since,
+            repeated=max(0, self.retry.reached - before),
             resized=self.retry.cause is None and not paused,
             paused=paused,
         )
@@ -96,10 +112,15 @@ class RestartCost:
 class Beginning:
     """The beginning of one attempt, from the events of its ranks. Times are since the epoch."""
 
-    def __init__(self, world_size: int, now: float, retry: Retry | None) -> None:
-        """`retry`: why there is this attempt, if it is not the first."""
+    def __init__(
+        self, world_size: int, now: float, retry: Retry | None, program: bool = False
+    ) -> None:
+        """`retry`: why there is this attempt, if it is not the first.
+
+        `program`: whether the ranks run a program (script=).
+        """
         self._arrival = Arrival(world_size, now)
-        self._restart = RestartCost(retry) if retry else None
+        self._restart = RestartCost(retry, program) if retry else None
         self._settled = False
 
     def add(self, rank: int, event: Event) -> list[kinds.Phase | kinds.Restarted]:
@@ -108,6 +129,8 @@ class Beginning:
         if self._restart is None:
             return [kinds.Phase(name=name, s=s) for name, s in parts.items()]
         cost = self._restart.add(rank, event)
+        if cost is None and self._arrival.met_at is not None:
+            cost = self._restart.note_met(self._arrival.met_at)
         return [cost] if cost else []
 
     @property

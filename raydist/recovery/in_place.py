@@ -78,7 +78,7 @@ class Meeting:
         self._group = group
         self._job = job
         self._retry = retry
-        self._beginning = Beginning(group.plan.world_size, now, retry)
+        self._beginning = Beginning(group.plan.world_size, now, retry, bool(job.script))
         self._contacts: dict[int, str] = {}
         self.running_s = self._beginning.running_s
         self.have_settled = self._beginning.have_settled

@@ -47,9 +47,9 @@ class Failure:
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of each of PARTS that has begun."""
     s: float | None = None
-    """Seconds from the failure to the first new step."""
+    """Seconds from the failure to the first new step, or until a program that reports none ran."""
     repeated: int | None = None
-    """Steps that were repeated, or that a later run must repeat."""
+    """Steps that were repeated, or that a later run must repeat; None: unknown."""
     restart: kinds.Restart | None = None
     """The event `restart`, if there was another attempt."""
     resized: tuple[int, int] | None = None
@@ -231,13 +231,13 @@ class Failures:
 
     def _restarted(self, failure: Failure, happened: kinds.Restarted) -> Failure:
         failure.s = happened.s
-        failure.repeated = happened.repeated
+        failure.repeated = happened.repeated if happened.step else None
         failure.status = "restarted"
         failure.kept = tuple(happened.kept)
         failure.why_not_kept = happened.why_not_kept
         before, end = failure.t, failure.at + happened.s
         for part in PARTS[2:]:
-            if part == "first step" or part in self.marks:
+            if part in self.marks or (part == "first step" and happened.step):
                 now = min(max(before, self.marks.get(part, end)), end)
                 failure.parts[part] = now - before
                 before = now

@@ -69,7 +69,10 @@ def cost_lines(failure: Failure) -> list[str]:
     lines = []
     repeated = failure.repeated or 0
     if failure.status == "restarted" and failure.s is not None:
-        lines.append(f"{failure.s:.2f} s until the next step, {repeated_steps(repeated)}")
+        if failure.repeated is None:
+            lines.append(f"{failure.s:.2f} s until the program ran again")
+        else:
+            lines.append(f"{failure.s:.2f} s until the next step, {repeated_steps(repeated)}")
     elif failure.status in ("failed", "stopped"):
         saved = (
             f"step {failure.reached - repeated} is saved"

@@ -131,7 +131,12 @@ def held_line(event: kinds.Held) -> str:
 
 
 def restart_cost(event: kinds.Restarted) -> str:
-    """Format the cost of a restart: `back at step 12 after 0.31 s, no step repeated`."""
+    """Format the cost of a restart: `back at step 12 after 0.31 s, no step repeated`.
+
+    `runs again after 0.31 s` of a program that has reported no step.
+    """
+    if not event.step:
+        return f"runs again after {event.s:.2f} s"
     kept = f", {name_ranks(event.kept)} kept" if event.kept else ""
     text = f"back at step {event.step} after {event.s:.2f} s, {repeated_steps(event.repeated)}"
     return text + kept

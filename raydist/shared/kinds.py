@@ -543,11 +543,12 @@ class Placed(HasSlots):
 
 
 class Restarted(Event):
-    """The first step of the next attempt is done."""
+    """The first step of the next attempt is done, or a program that never reported one runs."""
 
     number: int
     """Failures so far."""
     step: int
+    """That step; 0: the program has reported none."""
     s: float
     """Seconds since the failure."""
     repeated: int

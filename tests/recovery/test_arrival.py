@@ -71,3 +71,36 @@ def test_an_attempt_that_made_no_step_hides_none_that_are_repeated() -> None:
 
 def test_only_rank_0_counts() -> None:
     assert RestartCost(Retry((FAILED,))).add(1, report(7)) is None
+
+
+def joined(t: float, rank: int) -> Event:
+    return kinds.Joined(t=t, rank=rank, pid=7)
+
+
+STEPLESS = replace(FAILED, ends=[replace(end, step=0) for end in FAILED.ends])
+MADE_WAY = replace(
+    STEPLESS, ends=[replace(end, how="stopped", step=0) for end in FAILED.ends], made_way="gpt"
+)
+
+
+def test_a_program_that_reports_no_step_is_back_once_all_its_ranks_run() -> None:
+    beginning = Beginning(2, 103.0, Retry((STEPLESS,)), program=True)
+    assert beginning.add(1, joined(104.5, 1)) == []
+    (back,) = beginning.add(0, joined(104.0, 0))
+    assert isinstance(back, kinds.Restarted)
+    assert (back.number, back.step, back.s, back.repeated, back.paused) == (1, 0, 4.5, 0, False)
+    assert beginning.add(0, report(1)) == []  # once
+
+    beginning = Beginning(1, 103.0, Retry((MADE_WAY,), elsewhere=True), program=True)
+    (back,) = beginning.add(0, joined(104.0, 0))
+    assert isinstance(back, kinds.Restarted)
+    assert (back.step, back.s, back.paused) == (0, 3.0, True)
+
+
+@pytest.mark.parametrize(("attempt", "program"), [(FAILED, True), (STEPLESS, False)])
+def test_what_reports_steps_is_back_at_its_first_one(attempt: Attempt, program: bool) -> None:
+    beginning = Beginning(1, 103.0, Retry((attempt,)), program=program)
+    assert beginning.add(0, joined(104.0, 0)) == []
+    (back,) = beginning.add(0, report(1))
+    assert isinstance(back, kinds.Restarted)
+    assert back.step == 1

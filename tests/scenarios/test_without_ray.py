@@ -140,6 +140,10 @@ def test_a_program_without_reports_fails_as_often_as_it_may(tmp_path: Path) -> N
     program = Program(tmp_path, *words, module="raydist.tools.launch")
     assert program.wait() == 0, program.screen
     assert [event["number"] for event in program.events("restart")] == [1, 2, 3, 4]
+    assert program.events("restarted")[-1]["number"] == 4
+    assert re.search(r"restart 4: .*not yet; runs again after [\d.]+ s \(blame-4", program.screen)
+    page = (program.run_dir / "blame-4.txt").read_text()
+    assert re.search(r"[\d.]+ s until the program ran again\n", page)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

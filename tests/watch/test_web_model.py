@@ -458,3 +458,27 @@ def test_files_from_elsewhere_come_when_they_are_read(
 
     asyncio.run(asyncio.wait_for(look(), 20))
     assert calls.count(EVENTS) == 1
+
+
+def test_a_program_that_runs_again_without_a_step_waits_for_nothing() -> None:
+    run = [
+        *RUN[:3],
+        happened(
+            6.5, "failure", cause=CAUSE, text="rank 1", reason="", reached=0, others=[], ended=[]
+        ),
+        happened(
+            7,
+            "restart",
+            number=1,
+            most=3,
+            rank=1,
+            host="node-b",
+            how="killed",
+            step=0,
+            text="rank 1",
+            free=False,
+        ),
+    ]
+    assert fold(run).waits == "for the restart"
+    model = fold([*run, happened(8, "restarted", number=1, step=0, s=2.0, repeated=0)])
+    assert model.waits == ""

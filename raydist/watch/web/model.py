@@ -182,7 +182,7 @@ class Model:
                 self.waits = "for the actors"
             case kinds.Phase():
                 self.waits = AFTER_PHASE.get(event.name, "")
-            case kinds.Report() | kinds.Result():
+            case kinds.Report() | kinds.Restarted() | kinds.Result():
                 self.waits = ""
             case kinds.Stop():
                 self.waits = f"until all ranks have ended: {event.reason}"

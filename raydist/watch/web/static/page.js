@@ -52,7 +52,7 @@ const sections = {
     fill($("#failures div"), failures.length ? failures.slice().reverse().map((one) => h("article", {},
       h("p", {}, h("strong", {}, `rank ${one.rank} on ${one.host}, step ${one.step}: ${one.how}`), ` · ${new Date(one.at * 1000).toLocaleString()}`),
       h("p", {}, one.text), h("p", { className: "faint" }, one.reason),
-      h("p", {}, one.status === "restarted" && one.s !== null ? `next step after ${four(one.s)} s, ${one.repeated} step${one.repeated === 1 ? "" : "s"} repeated · ` : `${one.status} · `,
+      h("p", {}, one.status === "restarted" && one.s !== null ? one.repeated === null ? `ran again after ${four(one.s)} s · ` : `next step after ${four(one.s)} s, ${one.repeated} step${one.repeated === 1 ? "" : "s"} repeated · ` : `${one.status} · `,
         h("button", { className: "link", onclick: () => openPage(one.page) }, one.page), one.how === "hung" ? [" · ", stacksLink(one.rank)] : ""))) : h("p", { className: "faint" }, "none"));
   },
   nodes({ nodes }) {
