@@ -118,7 +118,8 @@ class WatchedTrial:
         match happened:
             case kinds.Plan() | kinds.Restarted() | kinds.Placed():
                 self.settled = True
-            case kinds.StartsAttempt() | kinds.Wait():
+            case kinds.StartsAttempt():
+                # Not at a Wait: with slots a trial may still wait, as for the packages of `pip=`.
                 self.settled = False
             case kinds.Recalled():
                 self.step = happened.step
