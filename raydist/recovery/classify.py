@@ -77,7 +77,8 @@ def classify_end(
     drain = attempt.drain
     if drain and report.stop_requested and attempt.stopped is None:
         return _drained(end, drain)
-    if attempt.makes_way and report.stop_requested and attempt.stopped is None:
+    continues = attempt.makes_way or (attempt.resize and attempt.program)
+    if continues and report.stop_requested and attempt.stopped is None:
         # Its error, if it has one, came with the stop. A job that ends well was just finished; a
         # program may end well on SIGTERM wherever it is, as one that saves its state then.
         finished = not (end.signal or end.code or attempt.program)

@@ -15,6 +15,10 @@ time, and the rank that called MPI_Abort may be the last to end."""
 GRACE_S = 1.0
 """Seconds between SIGTERM and SIGKILL when a signal stops the run; `ray job stop` allows three
 seconds in all."""
+PROGRAM_S = 30.0
+"""The same for a program that is started again later, with another number of nodes or once it has
+made way: it may save its state on SIGTERM. torchrun's agent waits as long when nodes join
+(PContext.close)."""
 MAKE_WAY_S = 60.0
 """Seconds in which ranks that make way for another run reach the end of their step, or their next
 checkpoint. Then they are stopped where they are, and continue from their last snapshot."""

@@ -187,10 +187,13 @@ def advance(
             stop = Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)
             return _stop(record, stop, now, ranks)
         case Quiescing(wanted_by=by), (Quiesced() | TimePassed()) if by:
-            stop = Stop(StopReason.MAKE_WAY, f"makes way for {by}", deadlines.GRACE_S)
+            grace_s = deadlines.PROGRAM_S if record.program else deadlines.GRACE_S
+            stop = Stop(StopReason.MAKE_WAY, f"makes way for {by}", grace_s)
             return _stop(replace(record, makes_way=by), stop, now, ranks)
         case Quiescing(growth=growth), Quiesced():
-            stop = Stop(StopReason.RESIZE, f"the size changes: {growth}")
+            # The ranks of a job have their state in memory by now.
+            grace_s = deadlines.PROGRAM_S if record.program else 0.0
+            stop = Stop(StopReason.RESIZE, f"the size changes: {growth}", grace_s)
             return _stop(replace(record, resize=growth), stop, now, ranks)
         case _, TimePassed():
             return _stop(record, Stop(StopReason.FAILURE, "a rank failed"), now, ranks)

@@ -60,6 +60,7 @@ def stop_at(seconds: float) -> Stopped:
 
 
 WAY = AttemptRecord(makes_way="gpt of ana@login")
+RESIZED = AttemptRecord(resize="3 nodes now, 2 before", program=True)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,9 @@ WAY = AttemptRecord(makes_way="gpt of ana@login")
         # a program that saves its state on SIGTERM, and ends well: it is to be started again
         (stopped(), RANK, replace(WAY, program=True), "stopped", 100),
         (report(), RANK, replace(WAY, program=True), "finished", 100),
+        (stopped(), RANK, RESIZED, "stopped", 100),
+        (stopped(1, error=RecordedError("X", "x", "")), RANK, RESIZED, "stopped", 100),  # it came with SIGTERM
+        (report(), RANK, RESIZED, "finished", 100),
         (report(), RANK, AttemptRecord(), "finished", 100),
         (report(3), RANK, AttemptRecord(), "exited", 100),
         (report(signum=9), RANK, AttemptRecord(), "killed", 100),

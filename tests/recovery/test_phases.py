@@ -12,7 +12,7 @@ import pytest
 from raydist.cluster.drain import DrainNotice
 from raydist.launch.limits import SILENT_S, longest
 from raydist.recovery.classify import AttemptRecord
-from raydist.recovery.deadlines import DYING_S, GRACE_S, MAKE_WAY_S, VICTIM_S
+from raydist.recovery.deadlines import DYING_S, GRACE_S, MAKE_WAY_S, PROGRAM_S, VICTIM_S
 from raydist.recovery.hang_verdict import ConfirmedHang, Diagnosis
 from raydist.recovery.phases import (
     Action,
@@ -46,6 +46,7 @@ HANG = ConfirmedHang(Diagnosis("rank 1 hangs", (1,)), 90.0)
 DRAIN = DrainNotice((1,), ("b",), 30.0)
 """Its share is 10 s."""
 DRAINED = AttemptRecord(drain=DRAIN)
+PROGRAM = AttemptRecord(program=True)
 GROWTH = "3 nodes now, 2 before"
 SIGTERM = Stopped(signal.SIGTERM)
 
@@ -118,6 +119,12 @@ ALL = [
             stopping(AttemptRecord(resize=GROWTH)),
             BY_RESIZE,
         ),
+        (
+            Quiescing(PROGRAM, growth=GROWTH),  # it has time to save, as under torchrun
+            Quiesced(),
+            stopping(replace(PROGRAM, resize=GROWTH), PROGRAM_S),
+            replace(BY_RESIZE, grace_s=PROGRAM_S),
+        ),
         (Quiescing(growth=GROWTH), KILLED, Failing(due=NOW), None),
         (
             Quiescing(growth=GROWTH, due=99.0),  # a rank has raised
@@ -152,6 +159,12 @@ ALL = [
             Quiesced(),
             stopping(AttemptRecord(makes_way=WANTED), GRACE_S),
             BY_QUEUE,
+        ),
+        (
+            Quiescing(PROGRAM, wanted_by=WANTED),
+            Quiesced(),
+            stopping(replace(PROGRAM, makes_way=WANTED), PROGRAM_S),
+            replace(BY_QUEUE, grace_s=PROGRAM_S),
         ),
         (
             Quiescing(due=99.0, wanted_by=WANTED),

@@ -356,7 +356,7 @@ def test_a_program_that_ends_well_as_it_makes_way_is_not_finished(
     """The run counted as a success, and was not started again."""
     with Trial(tmp_path, script="train.py") as trial:
         trial.group.wanted = "gpt of ana@login"
-        assert trial.stopped() == ([0, 1], deadlines.GRACE_S)
+        assert trial.stopped() == ([0, 1], deadlines.PROGRAM_S)
         trial.end(0)
         trial.end(1)
         assert ways(trial) == ["stopped", "stopped"]
@@ -449,9 +449,9 @@ def test_ranks_of_a_program_make_way_for_more_nodes_at_once(tmp_path: Path, ofte
     with Trial(
         tmp_path, script="train.py", reserve=SimpleNamespace(growth=lambda: "3 nodes now, 2 before")
     ) as trial:
-        assert trial.stopped() == ([0, 1], 0.0)
-        trial.end(0, signum=9)
-        trial.end(1, signum=9)
+        assert trial.stopped() == ([0, 1], deadlines.PROGRAM_S)
+        trial.end(0)  # on SIGTERM
+        trial.end(1, signum=15)
         assert ways(trial) == ["stopped", "stopped"]
         assert trial.supervisor.resize == "3 nodes now, 2 before"
     assert trial.kinds("stop")[0]["cause"] == "resize"
@@ -468,7 +468,7 @@ def test_nodes_that_join_are_found_after_ray_did_not_answer(tmp_path: Path, ofte
 
     standby = SimpleNamespace(growth=growth)
     with Trial(tmp_path, script="train.py", reserve=standby) as trial:
-        assert trial.stopped() == ([0, 1], 0.0)
+        assert trial.stopped() == ([0, 1], deadlines.PROGRAM_S)
         trial.end(0, signum=9)
         trial.end(1, signum=9)
         trial.ends()
