@@ -93,7 +93,9 @@ def recovery_lines(failure: Failure) -> list[str]:
     restart, over = failure.restart, failure.status in ("failed", "stopped")
     if not restart:
         return [f"not restarted: {failure.why_last or 'restart.max=0'}"] if over else []
-    number = f"restart {restart.number}" + ("" if restart.free else f" of at most {restart.most}")
+    # Failures that no longer count, because they are old, have a number too.
+    limited = not restart.free and restart.number <= restart.most
+    number = f"restart {restart.number}" + (f" of at most {restart.most}" if limited else "")
     if "place" in failure.parts and over:
         return [
             f"{number}, but Ray could not place all ranks: {failure.why_last or failure.status}"

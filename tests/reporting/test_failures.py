@@ -189,6 +189,11 @@ def test_the_page_of_a_restart() -> None:
         assert words in text
 
 
+def test_the_number_of_a_restart_after_failures_that_no_longer_count_has_no_limit() -> None:
+    text = page_of(*BROKEN, changed(RESTART[0], number=7), *RESTART[1:])
+    assert "restart 7: all ranks forked again on their nodes" in text
+
+
 def test_the_page_tells_who_moved_and_who_only_got_a_new_actor() -> None:
     """And the next page has the place where the rank is then."""
     slots = [{**slot, "node": str(slot["rank"])} for slot in SLOTS]
