@@ -93,7 +93,7 @@ def number(flag: str, text: str, low: float, high: float = 1e9, whole: bool = Fa
         value = low - 1
     if not low <= value <= high:
         kind = "a whole number" if whole else "a number"
-        raise ConfigError.of(
-            flag, text, f"must be {kind} from {low:g}", f"{flag} {max(2, round(low)):g}"
-        )
+        limits = f"from {low:g}" + (f" to {high:g}" if high < 1e9 else "")
+        example = max(2, round(low)) if low else 0
+        raise ConfigError.of(flag, text, f"must be {kind} {limits}", f"{flag} {example}")
     return value

@@ -175,3 +175,11 @@ def test_the_page_of_one_run_is_not_a_folder(
     assert main([str(folder / "runs"), "--trace", str(tmp_path / "a.json")]) == 2
     assert "a trace is that of one run" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_port_that_cannot_be_is_refused_with_the_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--port", "70000"]) == 2
+    says = "--port 70000: must be a whole number from 0 to 65535; use --port 0"
+    assert says in capsys.readouterr().err
