@@ -46,6 +46,8 @@ _dashboard = ""
 """HOST:PORT of the dashboard of the Ray that was joined."""
 _local_cpus = 0
 """CPUs of the Ray that this process started; 0 if it started none."""
+_local_address = ""
+"""Address of that Ray. The program may have left it since (`ray.shutdown()`) and joined another."""
 _reaper: subprocess.Popen[bytes] | None = None
 """The process that kills what remains of that Ray when this process ends it or is killed.
 
@@ -93,7 +95,7 @@ def _enter(job: Job) -> bool:
         if _runs == 0:
             ending.tidied()  # the cleanup of an earlier run of this process
             if _local_cpus and not (
-                _local_cpus >= cpus_needed(job) and answers(ray.get_runtime_context().gcs_address)
+                is_local_ray() and _local_cpus >= cpus_needed(job) and answers(_local_address)
             ):
                 end_local_ray()
             connected = ray.is_initialized()
@@ -119,7 +121,13 @@ def _exit() -> None:
 
 def is_local_ray() -> bool:
     """Return whether this process started the Ray to which it is connected."""
-    return bool(_local_cpus)
+    import ray
+
+    return (
+        bool(_local_cpus)
+        and ray.is_initialized()  # else Ray would start one to answer the next line
+        and ray.get_runtime_context().gcs_address == _local_address
+    )
 
 
 def end_local_ray() -> None:
@@ -127,7 +135,7 @@ def end_local_ray() -> None:
     global _local_cpus, _reaper
     import ray
 
-    if _local_cpus and ray.is_initialized():
+    if is_local_ray():
         with ray_private.killed_on_shutdown():
             ray.shutdown()
     if _reaper is not None:
@@ -226,7 +234,7 @@ def start_or_join(job: Job) -> bool:
 
 
 def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
-    global _local_cpus, _reaper
+    global _local_address, _local_cpus, _reaper
     import ray
 
     local_ray.protect_token(home_folder())
@@ -236,7 +244,7 @@ def _start_local_ray(cpus: int, quiet: Mapping[str, Any]) -> None:
         ray.init(
             address="local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder), **quiet
         )
-    _local_cpus = cpus
+    _local_cpus, _local_address = cpus, ray.get_runtime_context().gcs_address
     if started := ray_private.started_processes():
         _reaper = local_ray.reaper(started)
 
@@ -288,7 +296,7 @@ def keep_workers(counts: Mapping[str, int], keep_s: float) -> None:
 
     if (
         not keep_s
-        or _local_cpus
+        or is_local_ray()
         or ray.get_runtime_context().get_runtime_env_string() not in ("", "{}")
     ):
         return

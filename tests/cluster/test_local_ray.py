@@ -8,11 +8,16 @@ import stat
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from raydist.cluster import local_ray
+from raydist.cluster import connect, local_ray, ray_private
+from raydist.settings.config import Job
+from raydist.shared import signals
 from raydist.shared.errors import LaunchError
+from raydist.shared.events import Events
 from tests.programs import Program
 from tests.rig import requires_root
 
@@ -111,6 +116,68 @@ def test_a_note_of_a_ray_that_is_no_file_is_not_read(base: Path, kind: str) -> N
     reading.start()
     reading.join(30)
     assert found == [None]
+
+
+class FakeRay:
+    """Stands for Ray: knows to which one this process is connected, and starts none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import ray
+
+        self.at = ""
+        self.started = 0
+        monkeypatch.setattr(ray, "init", self.init)
+        monkeypatch.setattr(ray, "shutdown", self.shutdown)
+        monkeypatch.setattr(ray, "is_initialized", lambda: bool(self.at))
+        monkeypatch.setattr(ray, "get_runtime_context", self.context)
+        monkeypatch.setattr(connect, "alive_nodes", list)
+        monkeypatch.setattr(connect, "answers", lambda address: address == self.at)
+        monkeypatch.setattr(connect, "running_address", lambda: None)
+        monkeypatch.setattr(ray_private, "submission_id", str)
+        monkeypatch.setattr(signals, "take", dict)  # ray.init has changed no handler
+        # The next test has this process without a Ray of its own, as this one.
+        monkeypatch.setattr(connect, "_local_cpus", 0)
+        monkeypatch.setattr(connect, "_local_address", "")
+
+    def init(self, address: str, **how: Any) -> Any:
+        if address == "local":
+            self.started += 1
+            address = f"127.0.0.1:{self.started}"
+        self.at = address
+        return SimpleNamespace(dashboard_url="")
+
+    def shutdown(self) -> None:
+        self.at = ""
+
+    def context(self) -> Any:
+        assert self.at, "Ray would start one here"
+        return SimpleNamespace(gcs_address=self.at)
+
+
+@pytest.mark.usefixtures("base")
+def test_a_program_may_leave_the_ray_of_its_run_for_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run ended the program's own connection, or a plain Ray was started."""
+    ray = FakeRay(monkeypatch)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+    cluster = "10.0.0.1:6379"
+    with Events(tmp_path / "events.jsonl") as events:
+
+        def run() -> tuple[str, bool]:
+            with connect.connect(Job(), events):
+                return ray.at, connect.is_local_ray()
+
+        assert run() == ("127.0.0.1:1", True)
+        assert run() == ("127.0.0.1:1", True)
+        ray.shutdown()
+        assert not connect.is_local_ray()
+        assert run() == ("127.0.0.1:2", True)
+        ray.shutdown()
+        ray.init(cluster)
+        assert run() == (cluster, False)
+        connect.end_local_ray()  # as at the end of the program
+        assert ray.at == cluster
 
 
 # The job looks with the eyes of another account at all that Ray has made. With Ray's own folders
