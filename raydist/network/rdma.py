@@ -179,6 +179,8 @@ def rdma_variables(job: Job, node: Facts, nodes: int) -> Iterator[EnvVar]:
     """Yield variables that restrict NCCL to the chosen HCAs; none if NCCL would choose the same."""
     if job.fabric.kind == "ethernet":
         yield EnvVar("NCCL_IB_DISABLE", "1", TCP)
+        if plugin := vendor_plugin(node):
+            yield EnvVar("NCCL_NET", "Socket", f"{TCP}; {plugin} does not read NCCL_IB_DISABLE")
         return
     choice = choose_devices(job, node)
     names = ",".join(hca.name for hca in choice.hcas)

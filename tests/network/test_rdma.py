@@ -156,6 +156,14 @@ def test_ethernet_turns_rdma_off_and_site_says_nothing(tmp_path: Path) -> None:
     assert settings_of(here, kind="site") == {}
 
 
+def test_ethernet_keeps_nccl_from_a_plug_in_too(tmp_path: Path) -> None:
+    """NCCL asks plug-ins first, and EFA's does not read NCCL_IB_DISABLE: RDMA was used."""
+    variables = settings_of(facts(tmp_path, machines.efa_box()), kind="ethernet")
+    value, why = variables["NCCL_NET"]
+    assert (value, variables["NCCL_IB_DISABLE"][0]) == ("Socket", "1")
+    assert "ofi-nccl" in why
+
+
 def test_the_hcas_asked_for_exactly(tmp_path: Path) -> None:
     here = facts(tmp_path, machines.dgx())
     assert settings_of(here, hca=["mlx5_1", "mlx5_10"])["NCCL_IB_HCA"] == (
