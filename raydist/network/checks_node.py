@@ -14,6 +14,7 @@ from raydist.network.rdma import (
     LOUD,
     best_gid,
     choose_devices,
+    likely_devices,
     nccl_finds_gid,
     none_of_kind,
     rdma_only_net,
@@ -213,7 +214,7 @@ def check_hca_state(job: Job, node: Facts) -> Iterator[Finding]:
 
 def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
     """Find chosen HCAs for which libibverbs or the user-space driver is not installed."""
-    chosen = choose_devices(job, node).hcas
+    chosen = likely_devices(job, node).hcas
     fix = "apt install libibverbs1 ibverbs-providers, or dnf install rdma-core, in the ranks' image"
     if chosen and not node.rdma.libibverbs:
         yield Finding(
@@ -232,7 +233,7 @@ def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
 
 def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
     """Find chosen HCAs whose /dev/infiniband file is missing, or closed to this user."""
-    closed = [hca for hca in choose_devices(job, node).hcas if not hca.openable]
+    closed = [hca for hca in likely_devices(job, node).hcas if not hca.openable]
     if closed:
         names = ", ".join(hca.uverbs or f"{hca.name}, which has no device file" for hca in closed)
         yield Finding(
@@ -248,7 +249,7 @@ def check_memlock(job: Job, node: Facts) -> Iterator[Finding]:
     """Find a limit on locked memory that is not `unlimited`: RDMA locks its buffers in memory."""
     limit = node.limits.memlock
     if (
-        choose_devices(job, node).hcas
+        likely_devices(job, node).hcas
         and limit is not None
         and limit >= 0
         and not node.limits.ipc_lock

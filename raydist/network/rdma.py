@@ -74,13 +74,20 @@ def share_bridge(pci: str, other: str) -> bool:
 
 
 def choose_devices(job: Job, node: Facts) -> DeviceChoice:
+    """Return the HCAs that raydist chooses: none if a vendor's plug-in chooses them itself."""
+    if vendor_plugin(node) and not job.fabric.hca:
+        return DeviceChoice(())
+    return likely_devices(job, node)
+
+
+def likely_devices(job: Job, node: Facts) -> DeviceChoice:
     """Return the HCAs of fabric.hca, else the active HCAs of fabric.kind nearest to GPUs.
 
-    The latter all belong to one link class.
+    The latter all belong to one link class. A vendor's plug-in needs them too.
     """
     if job.fabric.hca:
         return DeviceChoice(_requested_hcas(job, node), "fabric.hca")
-    if job.fabric.kind in ("ethernet", "site") or vendor_plugin(node):
+    if job.fabric.kind in ("ethernet", "site"):
         return DeviceChoice(())
     layer = LAYERS.get(job.fabric.kind)
     active = [hca for hca in node.hcas if hca.active]

@@ -119,6 +119,9 @@ WRONG: dict[str, tuple[Box, dict[str, Any], str, str]] = {
     "no driver": (card(), {"rdma": Rdma("/lib/x", ("efa",))}, "rdma libraries", "no driver mlx5"),
     "no nodes": (replace(card(), nodes=False), {}, "rdma devices", "/dev/infiniband/uverbs0"),
     "memlock": (card(), {"limits": Limits(65536)}, "memlock", "64 KiB"),
+    "plug-in's library": (machines.efa_box(), {"rdma": Rdma("/lib/x", ("mlx5",))}, "rdma libraries", "no driver efa"),
+    "plug-in's nodes": (replace(machines.efa_box(), nodes=False), {}, "rdma devices", "/dev/infiniband/uverbs0"),
+    "plug-in's memlock": (machines.efa_box(), {"limits": Limits(65536)}, "memlock", "64 KiB"),
     "gid": (card(ROCE_WITHOUT), {}, "roce gid", "no routable RoCE v2 GID"),
     "gpudirect": (machines.dgx(), {"rdma": Rdma("/lib/x", ("mlx5",))}, "gpudirect", "host memory"),
     "affinity": (replace(card(), gpus=(("pci0000:80/0000:80:02.0", 1),)), {}, "affinity", "0000:80:02.0"),
@@ -231,6 +234,7 @@ def test_every_check_has_a_machine_where_it_fires() -> None:
         (google(), {"environment": {"NCCL_FASTRAK_IFNAME": "eth1"}}),
         (card(), {"limits": Limits(65536, ipc_lock=True)}),
         (card(), {"limits": Limits(-1)}),
+        (machines.efa_box(), {"limits": Limits(-1)}),
         (
             machines.vm_box(),
             {"machine": Machine(iommu=True), "rdma": Rdma("/lib/x", ("mlx5",), peermem=True)},
