@@ -25,10 +25,11 @@ def look(
     gpu: bool = True,
     env: dict[str, str] | None = None,
     backend: str = "",
+    same: bool = False,
     **fabric: Any,
 ) -> list[Finding]:
     """Return the findings of a job with one rank on each of these nodes. A backend that is named
-    has no GPUs."""
+    has no GPUs. `same`: the nodes have one address."""
     gpu = gpu and not backend
     have = {"CPU": 8.0, **({"GPU": 8.0} if gpu else {})}
     there = [
@@ -37,7 +38,7 @@ def look(
     ]
     job = Job(backend=Backend(backend or ("nccl" if gpu else "gloo")), scale=Scale(nodes=len(nodes), per_node=1),
               fabric=Fabric(**fabric), env=env or {})  # fmt: skip
-    own = [replace(here, address=f"10.0.0.{5 + i}") if here.address == "10.0.0.5" else here
+    own = [replace(here, address=f"10.0.0.{5 + i}") if here.address == "10.0.0.5" and not same else here
            for i, here in enumerate(nodes)]  # fmt: skip
     return checks_node.findings(
         job, placement.assign_ranks(placement.resources_for(job, there), there), own
@@ -344,10 +345,13 @@ def test_addresses_where_no_other_node_reaches(tmp_path: Path) -> None:
     bridge = replace(other, interface="docker0", address="172.17.0.1")
     assert checks(look(one, bridge)) == {"interface": "warn"}
     assert "docker0 (172.17.0.1)" in look(one, bridge)[0].text
-    twice = look(replace(bridge, hostname="a"), bridge)
-    assert [(one.check, one.nodes) for one in twice if one.level == "fail"] == [
-        ("interface", ("a", "b"))
-    ]
+    elsewhere = replace(bridge, machine=replace(bridge.machine, boot_id="another"))
+    for twice, told in (
+        ((replace(bridge, hostname="a"), elsewhere), [("interface", ("a", "b"))]),
+        ((one, replace(one, hostname="b")), []),  # deploy/docker/compose.yaml on one machine
+    ):
+        found = look(*twice, same=True)
+        assert [(each.check, each.nodes) for each in found if each.level == "fail"] == told
     routed = replace(other, nics=(Nic("eth0", True, 1500, subnets=("10.7.0.0/24",)),))
     (note,) = look(one, routed)
     assert (note.level, note.text) == (
