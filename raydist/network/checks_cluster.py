@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from raydist.network import rdma
+from raydist.network import checks_site, rdma
 from raydist.network.facts import Facts, Gid, Hca, Nic
 from raydist.network.finding import Finding
 from raydist.settings.config import Job
@@ -138,17 +138,27 @@ def check_gpu_versions(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_identity(job: Job, nodes: Sequence[Facts]) -> Iterator[Finding]:
-    """Find nodes with the same host name and boot id, which NCCL takes for one machine."""
-    seen = Counter(
-        (node.hostname, node.machine.boot_id)
-        for node in nodes
-        if "NCCL_HOSTID" not in node.environment
-    )
-    for (hostname, boot_id), n in seen.items():
-        if n > 1 and boot_id:
-            text = f"NCCL takes {n} nodes for one machine: they have the same host name and boot id"
+    """Find nodes that NCCL takes for one machine.
+
+    They have the same NCCL_HOSTID or, without it, the same host name and boot id.
+    """
+    alike: dict[tuple[str, str], list[str]] = {}
+    for node in nodes:
+        site = checks_site.site_settings(job, node).get("NCCL_HOSTID", ("", ""))[0]
+        if named := str(job.env.get("NCCL_HOSTID", site)):
+            alike.setdefault(("", named), []).append(node.hostname)
+        elif node.machine.boot_id:
+            alike.setdefault((node.hostname, node.machine.boot_id), []).append(node.hostname)
+    for (hostname, id), hosts in alike.items():
+        if len(hosts) > 1:
+            same = "host name and boot id" if hostname else f"NCCL_HOSTID={id}"
             yield Finding(
-                "identity", "fail", (hostname,), text, "another host name for each container"
+                "identity",
+                "fail",
+                tuple(dict.fromkeys(hosts)),
+                f"NCCL takes {len(hosts)} nodes for one machine: they have the same {same}",
+                "another host name for each container, or another NCCL_HOSTID in the environment "
+                "of each",
             )
 
 

@@ -214,8 +214,7 @@ def merged_nodes(nodes: int, world_size: int, logs: Sequence[Log]) -> list[str]:
     counts = {log.counted[1] for log in logs if log.counted[0] == world_size}
     return [
         f"NCCL counts {counted(count, 'node')}, but the job has {nodes}: give each container its "
-        "own host name, or set "
-        "NCCL_HOSTID"
+        "own host name, or NCCL_HOSTID, different in each container's own environment"
         for count in sorted(counts)
         if count < nodes
     ]

@@ -415,6 +415,11 @@ def test_versions_mtu_identity_and_loopback_between_nodes(tmp_path: Path) -> Non
         )
         == []
     )
+    (same,) = look(one, other, env={"NCCL_HOSTID": "x"})  # env. is of all ranks
+    assert (same.check, same.level, same.nodes) == ("identity", "fail", ("a", "b"))
+    assert "NCCL_HOSTID=x" in same.text
+    of_nodes = (replace(each, environment={"NCCL_HOSTID": "x"}) for each in (one, other))
+    assert checks(look(*of_nodes)) == {"identity": "fail"}
     assert checks(look(one, replace(other, address="127.0.0.1"))) == {"interface": "fail"}
 
 
