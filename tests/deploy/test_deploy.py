@@ -712,6 +712,16 @@ def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None
     assert done.stdout.split() == names[:3]
 
 
+@pytest.mark.parametrize("page", ["docs/docker.md", "deploy/docker/compose.yaml"])
+def test_no_other_account_can_read_the_token_of_compose(page: str, tmp_path: Path) -> None:
+    """Whoever reads it can run programs as this user."""
+    (folder := tmp_path / "deploy" / "docker").mkdir(parents=True)
+    shutil.copy(DEPLOY / "docker" / "example.env", folder)
+    (line,) = re.findall(r"^[ #]+(\(.*example\.env .*\))", (ROOT / page).read_text(), re.MULTILINE)
+    subprocess.run(["bash", "-c", f"umask 022; {line}"], cwd=tmp_path, check=True)
+    assert (folder / ".env").stat().st_mode & 0o077 == 0
+
+
 ALONE = """
 import ray, time
 ray.init(log_to_driver=False)
