@@ -59,8 +59,12 @@ def protect_token(home: Path | None) -> None:
         if file.stat().st_mode & 0o077:
             file.chmod(0o600)
         return
-    with open(descriptor, "w") as made:
-        made.write(token)
+    try:
+        with open(descriptor, "w") as made:
+            made.write(token)
+    except OSError:  # a full disk: an empty file would be taken for a token by every later run
+        file.unlink()
+        raise
 
 
 def temp_folder() -> Path:

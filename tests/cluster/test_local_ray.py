@@ -4,6 +4,7 @@ into it."""
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import tempfile
 import threading
@@ -116,6 +117,23 @@ def test_a_note_of_a_ray_that_is_no_file_is_not_read(base: Path, kind: str) -> N
     reading.start()
     reading.join(30)
     assert found == [None]
+
+
+def test_a_full_disk_leaves_no_empty_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later run would have taken it for Ray's token."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no byte of a file can be written
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            local_ray.protect_token(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    local_ray.protect_token(tmp_path)
+    token = tmp_path / ".ray" / "auth_token"
+    assert len(token.read_text()) == 64
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
 class FakeRay:
