@@ -4,6 +4,7 @@ the schemas of tests/operators.py, all others and each pod against those of Kube
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def _add(folder: Path, resources: list[dict[str, Any]]) -> None:
         _add(part, resources)
     for patch in settings.get("patches", ()):
         for resource in resources:
-            if resource["kind"] == patch["target"]["kind"]:
+            target, name = patch["target"], resource["metadata"]["name"]
+            if resource["kind"] == target["kind"] and re.fullmatch(target.get("name", ".*"), name):
                 for step in yaml.safe_load(patch["patch"]):
                     apply(resource, **step)
 

@@ -306,6 +306,23 @@ def test_each_part_fits_both_bases(part: Path, base: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("base", ["cluster", "job"])
+def test_workers_on_the_hosts_network_may_connect_to_the_head(base: str, tmp_path: Path) -> None:
+    """A policy that knows pods only refuses them, where it is enforced."""
+
+    def ingress() -> list[Any]:
+        (policy,) = (each for each in kuberay.build(tmp_path) if each["kind"] == "NetworkPolicy")
+        return list(policy["spec"]["ingress"])
+
+    write_combination(tmp_path, base, [])
+    usual = ingress()
+    write_combination(tmp_path, base, [DEPLOY / "kubernetes" / "parts" / "host-network"])
+    *same, nodes = ingress()
+    assert same == usual
+    assert [*nodes["from"][0]["ipBlock"]] == ["cidr"]
+    assert "ports" not in nodes
+
+
+@pytest.mark.parametrize("base", ["cluster", "job"])
 def test_a_volume_of_root_is_given_to_the_user_who_writes_to_it(base: str, tmp_path: Path) -> None:
     """What fsGroup does where the volume's driver knows it."""
     write_combination(tmp_path, base, [DEPLOY / "kubernetes" / "parts" / "volume-owner"])
