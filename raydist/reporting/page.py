@@ -94,7 +94,7 @@ def recovery_lines(failure: Failure) -> list[str]:
     if not restart:
         return [f"not restarted: {failure.why_last or 'restart.max=0'}"] if over else []
     # Failures that no longer count, because they are old, have a number too.
-    limited = not restart.free and restart.number <= restart.most
+    limited = not restart.free and restart.number <= (restart.most or 0)
     number = f"restart {restart.number}" + (f" of at most {restart.most}" if limited else "")
     if "place" in failure.parts and over:
         return [
