@@ -93,7 +93,7 @@ and ends, and keeps their snapshots when a rank dies.
                           their messages
     writer_requests.py    Answers the driver in a writer process: each node writes the shards in its
                           memory
-    xid_watch.py          Waits for the Xids of a rank's GPUs, in threads that NVML keeps asleep
+    xid_watch.py          Waits for the Xids of a rank's GPU, in a thread that NVML keeps asleep
     xids.py               The Xids of NVIDIA's driver: what they mean, and whether the GPU is at
                           fault
 """

@@ -27,23 +27,18 @@ async def find_fault(env: Mapping[str, str], within_s: float, lost_only: bool = 
 
 
 def gpu_fault(env: Mapping[str, str], lost_only: bool = False) -> str:
-    """Return what is wrong with the GPUs of a rank that has these variables; empty if nothing is.
+    """Return what is wrong with the GPU of a rank that has these variables; empty if nothing is.
 
     `lost_only`: without memory errors, which may be older than the run.
     """
-    names = own_gpus(env)
-    library = nvml.open_nvml() if names else None
+    name = own_gpu(env)
+    library = nvml.open_nvml() if name else None
     if library is None:
         return ""
     try:
-        faults = [fault_of(name, *nvml.count_errors(library, name), lost_only) for name in names]
+        code, errors = nvml.count_errors(library, name)
     finally:
         library.nvmlShutdown()
-    return "; ".join(filter(None, faults))
-
-
-def fault_of(name: str, code: int, errors: int, lost_only: bool) -> str:
-    """Return what is wrong with a GPU for which NVML has returned this code and these errors."""
     if code == nvml.LOST:
         return f"NVML reports that GPU {name} is lost: it has fallen off the bus"
     if code or lost_only or not errors:  # a GPU of a workstation counts no errors
@@ -52,16 +47,11 @@ def fault_of(name: str, code: int, errors: int, lost_only: bool) -> str:
     return f"NVML has counted {counted} of GPU {name} since its driver was loaded"
 
 
-def own_gpus(env: Mapping[str, str]) -> list[str]:
-    """Return the numbers or the uuids of a rank's GPUs; empty if the rank has none.
-
-    With scale.gpus=2 the first ones of all ranks of the node come first (network.binding).
-    """
-    local, ranks = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+def own_gpu(env: Mapping[str, str]) -> str:
+    """Return the number or the uuid of a rank's GPU; empty if the rank has none."""
+    local = int(env.get("LOCAL_RANK", "0"))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [str(local)]
+        return str(local)
     names = [each.strip() for each in visible.split(",") if each.strip()]
-    if local < len(names) and len(names) % ranks == 0:
-        return names[local::ranks]
-    return [names[local % len(names)]] if names else []
+    return names[local % len(names)] if names else ""
