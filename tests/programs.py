@@ -109,7 +109,7 @@ class Program:
         return result
 
     def wait_for_step(self, step: int, timeout: float = 90) -> None:
-        """Return once rank 0 has reported that step."""
+        """Return once a rank has reported that step."""
 
         def reached() -> bool:
             paths = list(self.folder.glob("runs/*/*/events.jsonl"))

@@ -112,7 +112,6 @@ def compiling(config: Any, struck: tuple[Fault, ...], backend: str) -> tuple[dic
     ("more", "backend"),
     [
         ("train.compile=blocks", "inductor"),
-        ("train.compile=true", "aot_eager"),
         ("train.compile=true parallel=fsdp", "aot_eager"),
     ],
 )
@@ -323,8 +322,6 @@ def divided(config: Any, struck: tuple[Fault, ...] = (), made: Any = Blocks) -> 
         ("parallel=fsdp", "checkpoint.every=6", "train.gc=10", "train.loss_chunks=2"),
         ("parallel=hsdp", "parallel.shard=2"),
         ("parallel=fsdp", "parallel.tp=2"),
-        ("parallel=tp",),
-        ("parallel=ddp", "parallel.pp=2"),
         ("parallel=pp", "parallel.schedule=gpipe"),
     ],
     ids=" ".join,

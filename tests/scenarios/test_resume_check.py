@@ -39,6 +39,11 @@ def finished(program: Program) -> EventJson:
     return checked
 
 
+def reported(program: Program, step: int) -> bool:
+    """Return whether rank 0's report of a step is recorded."""
+    return any((each["rank"], each["step"]) == (0, step) for each in program.events("report"))
+
+
 def warnings(program: Program) -> list[str]:
     return [text for text in program.result()["warnings"] if "did not resume exactly" in text]
 
@@ -80,6 +85,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp(division)
         program = start(folder, "job.args.end=wait", f"parallel={division}")
         program.wait_for_step(10, 300)
+        # Rank 0's reports are those that are compared; rank 1's may come first.
+        program.wait_until(lambda: reported(program, 10), "step 10 of rank 0", 300)
         program.signal(signal.SIGINT)
         assert program.wait(300) == 130
         assert program.events("checked") == []
