@@ -8,6 +8,7 @@ import re
 import subprocess
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,6 @@ PROGRAM = """
         if os.path.exists("hold") and dist.get_rank() == 1:
             breakpoint()
 """
-
-
 ODD = """
     import ctypes, os, signal, time
     import torch
@@ -91,12 +90,28 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
+@contextmanager
+def running(
+    rig: Rig, folder: Path, name: str, program: str, *words: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A run of this program, called `name`, with its driver on the first host; killed at the end.
+
+    The run folder is `run` in the folder, the screen is in screen.txt.
+    """
+    (folder / name).write_text(textwrap.dedent(program))
+    command = [*COMMAND, "train", f"script={name}", *words, f"hydra.run.dir={folder}/run"]
+    with (folder / "screen.txt").open("w") as log:
+        driver = rig.hosts[0].popen(command, cwd=folder, stdout=log, stderr=log)
+    try:
+        wait_until((folder / "run/driver.json").exists, (folder / "screen.txt").read_text, 120)
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait()
+
+
 def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: Path) -> None:
-    first, second, _ = rig.hosts
-    (tmp_path / "steps.py").write_text(textwrap.dedent(PROGRAM))
-    words = ["script=steps.py", "scale=2x1", f"hydra.run.dir={tmp_path}/run"]
-    log = (tmp_path / "screen.txt").open("w")
-    driver = first.popen([*COMMAND, "train", *words], cwd=tmp_path, stdout=log, stderr=log)
+    second = rig.hosts[1]
 
     def operate(*words: str, typed: str = "", token: str = "") -> subprocess.CompletedProcess[str]:
         env = {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"} if token else {}
@@ -104,8 +119,7 @@ def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: P
         line = f"printf '{typed}' | {shell}" if typed else shell
         return second.run(["sh", "-c", line], cwd=tmp_path, env=env, check=False, timeout=180)
 
-    try:
-        wait_until((tmp_path / "run/driver.json").exists, (tmp_path / "screen.txt").read_text, 120)
+    with running(rig, tmp_path, "steps.py", PROGRAM, "scale=2x1") as driver:
         done = operate("ranks", "run", "--json")
         rows = [json.loads(line) for line in done.stdout.splitlines()]
         names = [row["host"] for row in rows]
@@ -137,20 +151,11 @@ def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: P
         stopped = operate("stop", "run")
         assert stopped.returncode == 0, stopped.stderr
         assert driver.wait(120) == 143
-    finally:
-        driver.kill()
-        driver.wait()
 
 
 def test_a_person_types_on_a_third_host(rig: Rig, tmp_path: Path) -> None:
     first, *others = rig.hosts
-    (tmp_path / "reduces.py").write_text(textwrap.dedent(REDUCES))
-    words = ["script=reduces.py", "scale=2x1", f"hydra.run.dir={tmp_path}/run"]
-    with (tmp_path / "screen.txt").open("w") as log:
-        driver = first.popen([*COMMAND, "train", *words], cwd=tmp_path, stdout=log, stderr=log)
-    screen = (tmp_path / "screen.txt").read_text
-    wait_until((tmp_path / "run/driver.json").exists, screen, 120)
-    try:
+    with running(rig, tmp_path, "reduces.py", REDUCES, "scale=2x1") as driver:
         rows = first.run([*COMMAND, "ranks", "run"], cwd=tmp_path).stdout.splitlines()
         (there,) = [host for host in rig.hosts if host.name == rows[2].split()[1]]
         last = next(host for host in others if host is not there)
@@ -184,24 +189,17 @@ def test_a_person_types_on_a_third_host(rig: Rig, tmp_path: Path) -> None:
             wait_until(lambda: {"sleep 36007", shell} <= processes(), "the sleep", 60)
             terminal.close()
             wait_until(lambda: not {"sleep 36007", shell} & processes(), "their end", 60)
-        assert driver.poll() is None, screen()
-    finally:
-        driver.kill()
-        driver.wait()
+        assert driver.poll() is None, (tmp_path / "screen.txt").read_text()
 
 
 def test_stacks_of_odd_ranks_on_other_hosts(rig: Rig, tmp_path: Path) -> None:
     first, *others = rig.hosts
-    (tmp_path / "odd.py").write_text(textwrap.dedent(ODD))
-    words = ["script=odd.py", "scale=2x3", "hang.end=false", f"hydra.run.dir={tmp_path}/run"]
     screen = tmp_path / "screen.txt"
-    with screen.open("w") as log:
-        driver = first.popen([*COMMAND, "train", *words], cwd=tmp_path, stdout=log, stderr=log)
 
     def operate(*words: str) -> subprocess.CompletedProcess[str]:
         return first.run([*COMMAND, *words], cwd=tmp_path, check=False, timeout=PATIENCE_S)
 
-    try:
+    with running(rig, tmp_path, "odd.py", ODD, "scale=2x3", "hang.end=false"):
         met = "has met the others"
         wait_until(lambda: screen.read_text().count(met) == 6, screen.read_text, PATIENCE_S)
         wait_until(
@@ -234,6 +232,3 @@ def test_stacks_of_odd_ranks_on_other_hosts(rig: Rig, tmp_path: Path) -> None:
         assert f"on {others[0].name}, pid" in said["rank 2"]
         assert f"on {others[1].name}, pid" in said["rank 4"]
         assert "waits in all_reduce of [[3]]" in said["ranks 0-1"]
-    finally:
-        driver.kill()
-        driver.wait()
