@@ -203,9 +203,14 @@ def scale_between(scale: Scale, need: Mapping[str, float], nodes: Sequence[Node]
     """
     if scale.max_nodes is None:
         return scale
-    least, most = scale.nodes or 1, scale.max_nodes
     ready = sum(fit_count(node.free, need) >= (scale.per_node or 1) for node in nodes)
-    return replace(scale, nodes=max(least, min(most, ready)))
+    return replace(scale, nodes=elastic_size(scale, ready))
+
+
+def elastic_size(scale: Scale, ready: int) -> int:
+    """Return the number of nodes of an elastic run where so many nodes have room."""
+    assert scale.max_nodes is not None
+    return max(scale.nodes or 1, min(scale.max_nodes, ready))
 
 
 def resource_request(

@@ -347,7 +347,7 @@ class QueuedTurn(Turn):
         if scale.max_nodes is None or self._job.queue.shrink:
             return demand.bundles
         ready = len(order.bundles_by_node(demand, cluster.free, cluster.nodes))
-        return max(scale.nodes or 1, min(scale.max_nodes, ready))
+        return placement.elastic_size(scale, ready)
 
     def _beat(self) -> None:
         """Show that this driver is alive, and look for requests and instructions."""
