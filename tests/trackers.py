@@ -124,9 +124,10 @@ def wandb(folder: str) -> dict[str, Any]:
                     each.key or "/".join(each.nested_key): json.loads(each.value_json)
                     for each in record.history.item
                 }
-                result["system"] += [] if "step" in row else [*row]
-                for name in row.keys() - {"step"} if "step" in row else ():
-                    curves.setdefault(name, []).append([row["step"], row[name]])
+                axis = next((name for name in row if name.rpartition("/")[2] == "step"), None)
+                result["system"] += [] if axis else [*row]
+                for name in row.keys() - {axis} if axis else ():
+                    curves.setdefault(name, []).append([row[axis], row[name]])
             elif kind == "files":
                 result["pages"] += [each.path for each in record.files.files]
             elif kind == "summary":

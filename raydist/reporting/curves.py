@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raydist.reporting.points import series
 from raydist.reporting.progress import PROGRESS_NAMES
 from raydist.shared import kinds
 
@@ -93,7 +94,8 @@ def add_report(curves: dict[str, Curve], report: kinds.Report, step: int) -> Non
     """
     for name, value in report.values.items():
         if name not in PROGRESS_NAMES and isinstance(value, int | float):
-            curves.setdefault(name, Curve()).add(step, report.t, float(value))
+            curve = curves.setdefault(series(name, report.fit), Curve())
+            curve.add(step, report.t, float(value))
 
 
 def thinned(values: Sequence[float], first: int, last: int, most: int) -> Sequence[int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
+from raydist.state.run_checkpoints import fit_of
 
 TOTALS = ("steps", "epochs")
 """Reported names that give the length of the training; they are not curves."""
@@ -18,11 +20,27 @@ A loop may save once an hour, or never.
 """
 
 
+class Position(NamedTuple):
+    """A step of one of the job's calls of raydist.fit, in the order in which a job does them."""
+
+    fit: int
+    """From 1; 1 without raydist.fit, too."""
+    step: int
+
+    @classmethod
+    def of(cls, fit: int | None, step: int) -> Position:
+        """`fit`: as events have it, None for the first."""
+        return cls(fit or 1, step)
+
+
+BEFORE_ALL = Position(1, -1)
+
+
 @dataclass
 class Point:
     """What rank 0 reported for one step."""
 
-    step: int
+    at: Position
     t: float
     """When the step was first reported, in seconds since the epoch."""
     attempt: int
@@ -38,7 +56,7 @@ class Points:
     first values stay: a tracker cannot take a point back, and must not have two.
     """
 
-    newest_released: int = -1
+    newest_released: Position = BEFORE_ALL
     """The newest step that was released, in this run or in the one that it resumes.
 
     It is never released again.
@@ -49,9 +67,9 @@ class Points:
     If not, a step is final once a later one is reported.
     """
     attempt: int = 0
-    newest_safe: int = -1
+    newest_safe: Position = BEFORE_ALL
     """The newest step in a snapshot or a checkpoint."""
-    points: dict[int, Point] = field(default_factory=dict)
+    points: dict[Position, Point] = field(default_factory=dict)
 
     def add(self, event: Event) -> list[Point]:
         """Process one event; return the points that it makes final, in the order of their steps."""
@@ -59,9 +77,10 @@ class Points:
             case kinds.StartsAttempt():
                 self.attempt += 1
             case kinds.Saved():
-                self.newest_safe = max(self.newest_safe, event.step)
+                saved = Position(fit_of(Path(event.path)), event.step)
+                self.newest_safe = max(self.newest_safe, saved)
             case kinds.Begin(rank=0) if event.resumed is not None:
-                self._drop_after(event.resumed)
+                self._drop_after(Position.of(event.fit, event.resumed))
             case kinds.Report(rank=0):
                 self._take(event)
                 return self._take_final(event.t)
@@ -74,34 +93,49 @@ class Points:
         return self._tell(list(self.points))
 
     def _take(self, report: kinds.Report) -> None:
-        step = max(self.points, default=None) if report.step is None else report.step
-        if step is None:
+        if report.step is not None:
+            at = Position.of(report.fit, report.step)
+        elif self.points:
+            at = max(self.points)
+        else:
             return
-        self._drop_after(step - 1)
-        self.newest_safe = max(self.newest_safe, -1 if report.kept is None else report.kept)
-        if step > self.newest_released:
-            self.points.setdefault(step, Point(step, report.t, self.attempt)).values.update(
+        self._drop_after(at._replace(step=at.step - 1))
+        if report.kept is not None:
+            self.newest_safe = max(self.newest_safe, Position.of(report.fit, report.kept))
+        if at > self.newest_released:
+            self.points.setdefault(at, Point(at, report.t, self.attempt)).values.update(
                 numbers(report.values)
             )
 
-    def _drop_after(self, step: int) -> None:
-        """Forget later steps of earlier attempts: this attempt repeats them."""
+    def _drop_after(self, last: Position) -> None:
+        """Forget later steps that earlier attempts did in this fit: this attempt repeats them.
+
+        Not those of later fits: a restart begins this one, which has finished, once more.
+        """
         self.points = {
-            at: one for at, one in self.points.items() if at <= step or one.attempt == self.attempt
+            at: one
+            for at, one in self.points.items()
+            if at.fit != last.fit or at.step <= last.step or one.attempt == self.attempt
         }
 
     def _take_final(self, now: float) -> list[Point]:
         """Return final steps before the newest one, to which an evaluation may still add values."""
-        newest = max(self.points, default=-1)
+        newest = max(self.points, default=BEFORE_ALL)
         covered = [
             at for at in self.points if at < newest and (at <= self.newest_safe or not self.repeats)
         ]
         late = [at for at, one in self.points.items() if at < newest and now - one.t > HELD_S]
-        return self._tell([at for at in self.points if at <= max(covered + late, default=-1)])
+        final = max(covered + late, default=BEFORE_ALL)
+        return self._tell([at for at in self.points if at <= final])
 
-    def _tell(self, steps: list[int]) -> list[Point]:
-        self.newest_released = max([self.newest_released, *steps])
-        return [self.points.pop(step) for step in sorted(steps)]
+    def _tell(self, final: list[Position]) -> list[Point]:
+        self.newest_released = max([self.newest_released, *final])
+        return [self.points.pop(at) for at in sorted(final)]
+
+
+def series(name: str, fit: int | None) -> str:
+    """Return the name of a curve: each raydist.fit of a job has its own, `fit2/loss` and so on."""
+    return f"fit{fit}/{name}" if fit is not None and fit > 1 else name
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -247,6 +247,8 @@ class Begin(OfRank):
     checkpoint: str = ""
     """The newest checkpoint when the attempt began; empty: none. The state in memory may be newer.
     """
+    fit: int | None = None
+    """2 in the second `raydist.fit` of a job, and so on; None in the first, and outside of one."""
 
 
 class Report(OfRank):
@@ -257,6 +259,8 @@ class Report(OfRank):
     step: int | None = None
     kept: int | None = None
     """The newest step that a snapshot in memory has."""
+    fit: int | None = None
+    """2 during and after the second `raydist.fit` of a job, and so on; None before it."""
     samples_hash: str | None = None
     """With `train.check_resume`, a checksum of the samples of this step: of their indices, on all
     ranks; of a stream or a loader, of what rank 0 has read."""

@@ -149,6 +149,7 @@ class Training:
                 samples=self.state.order.size,
                 resumed=progress.resumed,
                 checkpoint=checkpoint.newest_path(),
+                fit=context.later_fit(context.current().fit),
             )
         )
         # No step will report the loss.

@@ -185,7 +185,7 @@ class Context:
         """Enter the next raydist.fit of the job inside the block."""
         self.fits += 1
         self.fit = self.fits
-        self.kept = 0
+        self.newest = self.kept = 0
         try:
             yield
         finally:
@@ -325,9 +325,19 @@ def emit_report(step: SupportsIndex | None, values: Mapping[str, Any], **more: A
         context.reported |= {
             name: value for name, value in plain.items() if type(value) in (bool, int, float, str)
         }
-    optional: dict[str, Any] = {"step": count, "kept": context.kept or None, **more}
+    optional: dict[str, Any] = {
+        "step": count,
+        "kept": context.kept or None,
+        "fit": later_fit(context.fits),
+        **more,
+    }
     given = {name: value for name, value in optional.items() if value is not None}
     context.emit(kinds.Report(rank=context.rank.rank, values=plain, **given))
+
+
+def later_fit(number: int) -> int | None:
+    """Return the number of a raydist.fit as events have it: None for the first."""
+    return number if number > 1 else None
 
 
 def whole_step(step: SupportsIndex) -> int:

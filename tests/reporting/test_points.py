@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raydist.reporting.points import HELD_S, Points, node_numbers
+from raydist.reporting.points import HELD_S, Points, Position, node_numbers
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from tests.records import event
@@ -28,8 +28,8 @@ AFTER_1 = other("begin", rank=0, resumed=1)
 
 def points(*events: Event, repeats: bool = True, before: int = -1) -> list[list[tuple[int, float]]]:
     """Return the points after each event: step and loss."""
-    points = Points(newest_released=before, repeats=repeats)
-    return [[(each.step, each.values["loss"]) for each in points.add(event)] for event in events]
+    points = Points(newest_released=Position(1, before), repeats=repeats)
+    return [[(each.at.step, each.values["loss"]) for each in points.add(event)] for event in events]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,28 @@ def test_a_run_that_resumes_tells_what_the_first_has_not() -> None:
         [],
         [],
         [(9, 0.9)],
+    ]
+
+
+def in_second(step: int, loss: float, kept: int | None = None) -> Event:
+    """Rank 0's report in the job's second raydist.fit."""
+    return kinds.Report(t=0.0, rank=0, step=step, kept=kept, values={"loss": loss}, fit=2)
+
+
+def test_a_second_fit_counts_its_own_steps() -> None:
+    """Its steps were those of the first one, which the tracker had: all of them were dropped."""
+    finds_the_first_done = other("begin", rank=0, resumed=2)
+    second_again = other("begin", rank=0, resumed=1, fit=2)
+    assert points(
+        report(1, 0.1), report(2, 0.2, kept=1), in_second(1, 1.1), in_second(2, 1.2),
+        RESTART, finds_the_first_done, second_again, in_second(2, 2.2, kept=1), in_second(3, 2.3, kept=2), END,
+    ) == [[], [(1, 0.1)], [], [], [], [], [], [(2, 0.2), (1, 1.1)], [(2, 2.2)], [(3, 2.3)]]  # fmt: skip
+    checkpoint = other("saved", step=1, path="/runs/1/checkpoints/fit-2/step-00000001")
+    assert points(report(2, 0.2), in_second(1, 1.1), checkpoint, in_second(2, 1.2)) == [
+        [],
+        [],
+        [],
+        [(2, 0.2), (1, 1.1)],
     ]
 
 

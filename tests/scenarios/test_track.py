@@ -30,7 +30,7 @@ from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RunFailed
 from raydist.worker import context
 from tests import trackers
-from tests.faults import Fault, training
+from tests.faults import Fault, kill, training, two_trainings
 from tests.leftovers import processes_of
 from tests.programs import Program
 from tests.records import read_events
@@ -165,6 +165,20 @@ def test_a_failed_run_is_no_finished_one(tmp_path: Path, stores: dict[str, str])
         assert facts["status"] in ("FAILED", [1])
         assert "rank 1" in facts["culprit"]
         assert "struck at step 3" in facts["culprit"]
+
+
+@trackers.requires_trackers
+def test_each_fit_of_a_job_has_its_own_curves(tmp_path: Path, stores: dict[str, str]) -> None:
+    """Steps of the second fit that the first had too were dropped."""
+    done = raydist.run(
+        two_trainings, f"hydra.run.dir={tmp_path}/run", "scale=1x2", "group=inline",
+        "data.batch_size=8", "watch.progress=none", "track=[tensorboard,wandb]", struck=(kill(0, 7),),
+    )  # fmt: skip
+    assert not done.warnings
+    for words in (["tensorboard", ledger(done.dir, "tensorboard")["id"]], ["wandb", str(done.dir)]):
+        curves = trackers.read(*words, env=stores)["curves"]
+        assert [step for step, _ in curves["loss"]] == [*range(1, 21)], words
+        assert [step for step, _ in curves["fit2/loss"]] == [*range(1, 11)], words
 
 
 def run(folder: Path, *words: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raydist.reporting.points import Position
 from raydist.settings.config import Job
 from raydist.shared.events import Events
 from raydist.watch import track
@@ -17,7 +18,7 @@ from raydist.watch.trackers import Ending, Ledger, Task
 from raydist.watch.trackers.child import Follower
 from tests.records import event, line
 
-OLD = Ledger(id="1", newest_step=9, sent_kinds=["failed"])
+OLD = Ledger(id="1", newest=Position(2, 9), sent_kinds=["failed"])
 
 
 def test_a_new_training_in_the_folder_of_a_finished_one_has_its_own_ledger(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from raydist.reporting.points import BEFORE_ALL, Position
 from raydist.shared.whole_file import write_at_once
 
 END_S = 30.0
@@ -85,7 +86,7 @@ class Ledger:
 
     Of a receiver of messages a random word, by which a node knows that it sees this very folder.
     """
-    newest_step: int = -1
+    newest: Position = BEFORE_ALL
     """The newest step that the tracker has."""
     sent_kinds: list[str] = field(default_factory=list)
     """The kinds of messages that were sent."""
@@ -95,7 +96,8 @@ class Ledger:
         """Return the ledger in a run folder; an empty one if there is none."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             plain = json.loads((folder / cls.FOLDER / f"{name}.json").read_text())
-            return cls(plain["id"], plain["newest_step"], plain.get("told", []))
+            newest = Position.of(plain.get("newest_fit"), plain["newest_step"])
+            return cls(plain["id"], newest, plain.get("told", []))
         return cls()
 
     def write(self, folder: Path, name: str) -> None:
@@ -103,7 +105,8 @@ class Ledger:
         path = folder / self.FOLDER / f"{name}.json"
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            plain = {"id": self.id, "newest_step": self.newest_step, "told": self.sent_kinds}
+            fit, step = self.newest
+            plain = {"id": self.id, "newest_fit": fit, "newest_step": step, "told": self.sent_kinds}
             write_at_once(path, json.dumps(plain).encode())
 
 
@@ -115,6 +118,9 @@ class Measured(NamedTuple):
     step: int | None
     """None for the nodes' numbers, which have no steps."""
     values: Mapping[str, float]
+    """By the name of their curve: `fit2/loss` in the second raydist.fit of a job."""
+    fit: int = 1
+    """The raydist.fit to which the step belongs."""
 
 
 class Ending(NamedTuple):

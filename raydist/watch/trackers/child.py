@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from raydist.reporting.points import Points, node_numbers
+from raydist.reporting.points import Point, Points, Position, node_numbers, series
 from raydist.reporting.progress import Progress
 from raydist.shared import kinds
 from raydist.shared.events import parse_event
@@ -106,10 +106,12 @@ class Rows:
         """Add the rows that were held back until the end."""
         self._extend(self._points.rest())
 
-    def _extend(self, points: list[Any]) -> None:
-        self.queue += [
-            Measured(point.t, point.step, point.values) for point in points if point.values
-        ]
+    def _extend(self, points: list[Point]) -> None:
+        for point in points:
+            fit, step = point.at
+            values = {series(name, fit): value for name, value in point.values.items()}
+            if values:
+                self.queue.append(Measured(point.t, step, values, fit))
 
 
 class Follower:
@@ -120,7 +122,7 @@ class Follower:
         self._say = say
         self._life = life
         self._ledger = Ledger.read(self._folder, task.name)
-        self._rows = Rows(Points(newest_released=self._ledger.newest_step, repeats=task.repeats))
+        self._rows = Rows(Points(newest_released=self._ledger.newest, repeats=task.repeats))
         self._progress = Progress()
         self._tracker: Tracker | None = None
         self._last_page = 0
@@ -200,9 +202,8 @@ class Follower:
         while some := self._rows.queue[:ROWS]:
             # This is recorded first: if this process is killed in between, a step is missing
             # instead of existing twice.
-            self._ledger.newest_step = max(
-                [self._ledger.newest_step, *(row.step for row in some if row.step is not None)]
-            )
+            steps = [Position(row.fit, row.step) for row in some if row.step is not None]
+            self._ledger.newest = max([self._ledger.newest, *steps])
             self._ledger.write(self._folder, self._task.name)
             self._life.called_at = time.monotonic()
             self._tracker.write(some)

@@ -69,7 +69,7 @@ class Mlflow:
 
         metrics = (
             Metric(plain(name), value, int(t * 1000), int(t) if step is None else step)
-            for t, step, values in rows
+            for t, step, values, _ in rows
             for name, value in values.items()
         )
         # The server ignores metrics that it already has.

@@ -37,7 +37,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, rows: Sequence[Measured]) -> None:
-        for t, step, values in rows:
+        for t, step, values, _ in rows:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, int(t) if step is None else step, walltime=t)
         self._writer.flush()

@@ -32,7 +32,7 @@ class Trackio:
         self.variables = dict[str, str]()
 
     def write(self, rows: Sequence[Measured]) -> None:
-        for _, step, values in rows:
+        for _, step, values, _ in rows:
             if step is None:
                 self._run.log_system(dict(values))
             else:

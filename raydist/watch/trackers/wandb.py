@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raydist.reporting.points import series
 from raydist.watch.trackers import Ending, Measured, Task
 
 INIT_S = 20.0
@@ -61,10 +62,17 @@ class Wandb:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step", step_sync=False)
         self._run.define_metric("system/*", step_metric="system/t")
+        self._fits = {1}
+        """The calls of raydist.fit whose curves have an axis."""
 
     def write(self, rows: Sequence[Measured]) -> None:
-        for t, step, values in rows:
-            self._run.log({**values, **({"system/t": t} if step is None else {"step": step})})
+        for t, step, values, fit in rows:
+            axis = series("step", fit)
+            if fit not in self._fits:
+                self._fits.add(fit)
+                self._run.define_metric(axis, hidden=True)
+                self._run.define_metric(series("*", fit), step_metric=axis, step_sync=False)
+            self._run.log({**values, **({"system/t": t} if step is None else {axis: step})})
 
     def page(self, path: Path) -> None:
         self._run.save(str(path), base_path=self._folder, policy="now")

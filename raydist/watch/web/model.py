@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from raydist.reporting.curves import Curve, add_report
 from raydist.reporting.failures import Failure
+from raydist.reporting.points import series
 from raydist.reporting.progress import Progress
 from raydist.reporting.result import Figures
 from raydist.shared import kinds
@@ -258,7 +259,7 @@ class Model:
         rate, _ = self.progress.rates()
         if step is not None and rate > 0 and t - self._rated_at >= RATE_S:
             self._rated_at = t
-            self.curves.setdefault(RATE, Curve()).add(at, t, rate)
+            self.curves.setdefault(series(RATE, event.fit), Curve()).add(at, t, rate)
 
     def _newest_step(self) -> int:
         """Return the step to which values without one belong; a job may have none at all."""
