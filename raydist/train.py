@@ -145,8 +145,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `raydist --help | head`; Python must not flush the rest at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except BrokenPipeError:
+        return discard_output()
+    return 0
+
+
+def discard_output() -> int:
+    """Discard what is still to be printed, after `raydist … | head`. Return the exit code.
+
+    Python would flush it at exit, and fail once more.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 

@@ -77,6 +77,13 @@ def check_files(job: Job) -> None:
 
     That is a folder, a file, a store or a checkpoint.
     """
+    try:
+        _check_named(job)
+    except PermissionError as error:
+        raise ConfigError(f"{error.filename}: it cannot be read ({error.strerror})") from error
+
+
+def _check_named(job: Job) -> None:
     _check_storage(job.storage)
     _check_trackers(job)
     _check_resume(job)

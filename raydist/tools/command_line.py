@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from collections.abc import Callable, Sequence
 
 from raydist.shared.errors import (
@@ -14,7 +15,7 @@ from raydist.shared.errors import (
     is_refusal,
     nearest,
 )
-from raydist.train import Parser, print_error, warn_of_secrets
+from raydist.train import Parser, discard_output, print_error, warn_of_secrets
 
 
 class ToolParser(Parser):
@@ -72,13 +73,21 @@ class ToolParser(Parser):
 def run_tool(command: Callable[[], int]) -> int:
     """Run a command; return its exit code, or that of the error that it raised."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except RaydistError as error:
         return print_error(error)
     except RuntimeError as error:
         if not is_refusal(error):
             raise
         return print_error(LaunchError(NO_MORE_PROCESSES))
+    except PermissionError as error:  # of another user's folder
+        if error.filename is None:
+            raise
+        return print_error(ConfigError(f"{error.filename}: it cannot be read ({error.strerror})"))
+    except BrokenPipeError:
+        return discard_output()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as ended:  # --help

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import select
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +62,7 @@ def connected_run(place: str, arguments: argparse.Namespace) -> Iterator[Link]:
 
     ConfigError: there is no such run, or it does not run. RunEnded: it ended meanwhile.
     """
+    _check_words(place, arguments)
     with contextlib.ExitStack() as stack:
         if arguments.job:
             link: Link = open_job_link(arguments.job, arguments.address, place)
@@ -72,6 +74,8 @@ def connected_run(place: str, arguments: argparse.Namespace) -> Iterator[Link]:
         try:
             yield link
         except (ConnectionError, TimeoutError) as error:
+            if isinstance(error, BrokenPipeError) and _is_output_closed():
+                raise  # of a `print`: not the driver's end
             what = arguments.job or folder
             raise RunEnded(f"{what}: the run has ended") from error
         except OSError as error:
@@ -79,6 +83,27 @@ def connected_run(place: str, arguments: argparse.Namespace) -> Iterator[Link]:
                 raise
             why = f"lost the connection to the dashboard ({error})"
             raise RaydistError(f"--job {arguments.job}: {why}") from error
+
+
+def _is_output_closed() -> bool:
+    """Report whether the reader of the standard output is gone, as in `raydist … | head`."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(flags & select.POLLERR for _, flags in poll.poll(0))
+
+
+def _check_words(place: str, arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if a word is empty, as that of a shell variable that is not set.
+
+    It must not mean the newest run, or the current folder.
+    """
+    if arguments.job == "":
+        raise ConfigError.of("--job", "", "it is empty", "--job ID")
+    if not place:
+        raise no_run("RUN", "it is empty", "a run folder, or `newest`")
+    if arguments.address and arguments.job is None:
+        why = "it is the dashboard of a job's cluster"
+        raise ConfigError.of("--address", arguments.address, why, "--job ID --address …")
 
 
 def open_job_link(job: str, address: str, place: str) -> JobLink:
@@ -102,7 +127,8 @@ def open_job_link(job: str, address: str, place: str) -> JobLink:
 def find_running(place: str) -> tuple[Path, DriverAddress]:
     """Return the folder of the run, and where its driver listens.
 
-    `place`: a run folder; a folder of runs, or `newest`, for the run there that began last.
+    `place`: a run folder; a folder of runs, or `newest`, for the run there that began last and
+    whose driver still answers: one that was killed leaves its file.
     """
     root = runs_folder() if place == "newest" else Path(place)
     if not root.is_dir():
@@ -117,7 +143,19 @@ def find_running(place: str) -> tuple[Path, DriverAddress]:
     if not running:
         what = "the run has ended, or its ranks have not started" if folders == [root] else ""
         raise no_run(place, what or "no run is running there", "the folder of a run that runs")
-    return max(running, key=lambda each: (each[0] / FILE).stat().st_mtime)
+    running.sort(key=lambda each: (each[0] / FILE).stat().st_mtime, reverse=True)
+    return next((each for each in running if _may_answer(each[1])), running[0])
+
+
+def _may_answer(address: DriverAddress) -> bool:
+    """Report whether a driver answers this user; True if it is on another machine."""
+    if not address.is_here():
+        return True
+    try:
+        connect_here(address.socket).close()
+    except OSError:
+        return False
+    return True
 
 
 def connect_to(folder: Path, address: DriverAddress) -> contextlib.AbstractContextManager[object]:
@@ -145,8 +183,9 @@ def open_link(folder: Path, address: DriverAddress) -> Link:
             return connect_here(address.socket)
         return RelayedConnection(address.socket, address.node)
     except PermissionError as error:
+        why = "its driver belongs to another user"
         raise no_run(
-            str(folder), "its driver belongs to another user", "that user's name"
+            str(folder), why, "the command as that user (sudo -u USER), or as root"
         ) from error
     except OSError as error:
         why = f"its driver (pid {address.pid} on {address.host}) does not answer: it has ended"

@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def watch(arguments: argparse.Namespace) -> int:
     """Find the run, then serve or export it."""
     places = arguments.overrides or ["newest"]
+    if arguments.job == "" or "" in places:
+        raise no_run("RUN or --job", "it is empty", "a run folder, a job's id, or `newest`")
     if len(places) > 1 or (arguments.job and arguments.overrides):
         what = " ".join([*places, *(["--job", arguments.job] if arguments.job else [])])
         raise no_run(what, "one run, or one folder of runs, can be watched at a time", places[0])

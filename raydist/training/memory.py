@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
@@ -353,7 +353,8 @@ def main() -> None:
     shape = mesh_shape(job.parallel, request["ranks"], request["per_node"])
     try:
         states = states_of(job.optim)
-        with fake_tensors():
+        # A model may print, and the standard output is for the answer.
+        with redirect_stdout(sys.stderr), fake_tensors():
             model = models.build_model(job.model)
             found: Mapping[str, Any] = memory_of(model, job, shape, states)
     except ConfigError as error:

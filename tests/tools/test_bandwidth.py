@@ -106,6 +106,8 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
         "--pairs",
         "group=inline",
         "scale=1x2",
+        "job=of_the_doctor.py",  # the doctor advises to type the same words here
+        "job.args.width=8",
     ]
     assert bandwidth.main(words) == 0
     output = capsys.readouterr().out

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from raydist.launch.limits import ANSWER_S
@@ -82,6 +83,11 @@ class Execution:
         self.codes: dict[int, int] = {}
         """By rank: the exit code of the command."""
 
+    def _leave_late(self, rank: int, call: Future[int]) -> None:
+        """End a command that an agent has started after all, later than anybody waits for it."""
+        if not call.cancelled() and call.exception() is None:
+            self._group.call(rank, LeaveCommand(call.result()))
+
     def run(self, ranks: Sequence[int], request: RunCommand) -> None:
         """Run the command to its end alongside each rank.
 
@@ -93,7 +99,9 @@ class Execution:
             try:
                 self._pids[rank] = call.result(0)
             except Exception as error:
-                self._end(rank, 126, last_line(error) or "its agent does not answer")
+                why = last_line(error) if call.done() else "its agent does not answer"
+                call.add_done_callback(partial(self._leave_late, rank))
+                self._end(rank, 126, why)
         try:
             with Bell() as bell:
                 for rank in list(self._pids):

@@ -6,6 +6,7 @@ Ray lets only those in who have the cluster's token. The actor ends with the com
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from typing import Any
 
@@ -15,6 +16,8 @@ from raydist.watch.operate.connection import CommandLink, is_own
 CALL_S = 0.5
 """Seconds that a call to the actor waits for a message."""
 CLOSED = b""
+ANOTHER_USER = "another user listens there"
+"""Also part of what Ray's error says if the actor cannot connect."""
 
 
 class Relay:
@@ -59,6 +62,8 @@ class RelayedConnection(contextlib.AbstractContextManager["RelayedConnection"]):
         try:
             self._get(self._actor.receive.remote(0.0))
         except Exception as error:  # of Ray: its constructor failed, or the node is gone
+            if ANOTHER_USER in str(error):
+                raise PermissionError(ANOTHER_USER) from error
             raise ConnectionRefusedError(str(error)) from error
 
     def send(self, message: Message) -> None:
@@ -84,12 +89,16 @@ class RelayedConnection(contextlib.AbstractContextManager["RelayedConnection"]):
 
 
 def connect_here(name: str) -> CommandLink:
-    """Connect to a driver of this machine. OSError: nothing of this user listens there."""
+    """Connect to a driver of this machine.
+
+    OSError: nothing listens there. PermissionError: another user does, and this process is not
+    root's.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.connect(f"\0{name}")
-        if not is_own(sock, or_root=False):
-            raise PermissionError("another user listens there")
+        if os.getuid() != 0 and not is_own(sock, or_root=False):
+            raise PermissionError(ANOTHER_USER)
     except OSError:
         sock.close()
         raise
