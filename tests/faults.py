@@ -168,13 +168,13 @@ def compiled(
     return {"figures": figures, "weights": whole_weights(model)}
 
 
-def two_trainings(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
+def two_trainings(config: Any, struck: tuple[Fault, ...] = (), first: int = 20) -> dict[str, float]:
     """Pretrain for 20 steps, then fine-tune for 10 steps with faults; return the final figures."""
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(
         torch.randn(64, 10, generator=generator), torch.randint(3, (64,), generator=generator)
     )
-    for steps, faults in ((20, ()), (10, struck)):
+    for steps, faults in ((first, ()), (10, struck)):
         add_faults(*faults)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 3))

@@ -2,6 +2,7 @@
 
     RUN_DIR/checkpoints/step-00000120                of its training
             checkpoints/fit-2/step-00000120          of the second raydist.fit in the same job
+            checkpoints/finished-fits.json           where the first ended, if in an earlier run
             training-2/checkpoints/step-00000010     of another training in the same run folder
 
 A training that starts anew in a folder with checkpoints, or from an older one of them, gets a
@@ -16,9 +17,12 @@ from collections.abc import Iterator
 
 from raydist.shared.errors import ConfigError
 from raydist.shared.record_names import RESULT
+from raydist.shared.whole_file import write_at_once
 from raydist.state.checkpoint_files import Flaw, Saved, Warn, newest, verify
-from raydist.state.object_store import StoragePath, parse_path
+from raydist.state.object_store import Remote, StoragePath, parse_path
 from raydist.state.write import CHECKPOINTS, FIT, META, STATE, TRAINING, place_in_run
+
+FINISHED_FITS = "finished-fits.json"
 
 
 def trainings(run: StoragePath) -> list[StoragePath]:
@@ -51,6 +55,33 @@ def fit_of(checkpoint: StoragePath) -> int:
 def training_of(checkpoint: StoragePath) -> StoragePath:
     """Return the folder of the training that a checkpoint belongs to, as in `trainings`."""
     return checkpoint.parent.parent if fit_of(checkpoint) > 1 else checkpoint.parent
+
+
+def finished_fits(checkpoints: StoragePath) -> dict[str, str]:
+    """Return the last states of the fits that a training found done, by their number as text.
+
+    An earlier run has done them, so this training has saved nothing of them.
+    """
+    try:
+        return {**json.loads((checkpoints / FINISHED_FITS).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def note_finished_fit(checkpoints: StoragePath, number: int, state: StoragePath) -> None:
+    """Note in a training's folder where a fit ended that an earlier run has done.
+
+    OSError, or an error of the store: it cannot be written.
+    """
+    known, found = finished_fits(checkpoints), {str(number): str(state.absolute())}
+    if known | found == known:
+        return
+    path, text = checkpoints / FINISHED_FITS, json.dumps(known | found)
+    if isinstance(path, Remote):
+        path.write_text(text)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(path, text.encode())
 
 
 def last_fit(checkpoints: StoragePath) -> StoragePath:

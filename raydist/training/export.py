@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
     5 GB and `model.safetensors.index.json`. A model of transformers gets its `config.json` too, so
     that `from_pretrained(folder)` takes it.
 
+    - `model`: also in torch's DistributedDataParallel, or compiled.
     - `folder`: rank 0 writes it, in a pipeline also the first rank of each stage, which must see
       it. Files of these names are replaced, and those of earlier weights removed.
     - `dtype`: of all tensors with floating point, such as torch.bfloat16. None: as they are.
@@ -46,6 +47,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
         raise ConfigError(
             "save_weights needs the package safetensors: pip install 'raydist[safetensors]'"
         ) from error
+    model = _unwrapped(model)
     writer = WeightWriter(Path(folder), context.rank().rank)
     writes = context.rank().rank % _ranks_of_a_stage() == 0
     for name, value in _whole_tensors(model):
@@ -58,6 +60,17 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
         writer.finish(model, everyone)
     _gather(writer)
     return Path(folder)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model itself: a wrapper adds to the names, as `module.` or `_orig_mod.`."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)  # of torch.compile
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def _ranks_of_a_stage() -> int:
@@ -83,6 +96,7 @@ def _gather(writer: WeightWriter) -> Sequence[Mapping[str, Any]]:
     own: dict[str, Any] = {"files": writer.files, "bytes": writer.bytes, "why": writer.why}
     everyone = [own] if comm is None else gather_states(own, comm)
     if why := "; ".join(each["why"] for each in everyone if each["why"]):
+        writer.discard()
         raise RaydistError(f"the weights could not be saved in {writer.folder}: {why}")
     return everyone
 
@@ -124,12 +138,20 @@ class WeightWriter:
 
         if not self._waiting:
             return
+        if not self.files:
+            self.discard()
         with self._noting():
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self._temporary(len(self.files))
             save_file(self._waiting, path, metadata={"format": "pt"})
         self.files.append([*self._waiting])
         self._waiting = {}
+
+    def discard(self) -> None:
+        """Remove the unfinished files of this rank, also those of a save that was killed."""
+        with suppress(OSError):
+            for each in self.folder.glob(f".writing-{self.rank}-*"):
+                each.unlink()
 
     def _temporary(self, number: int) -> Path:
         return self.folder / f".writing-{self.rank}-{number}.safetensors"

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from raydist.training.pipeline import Pipeline
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_begun: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+"""The models that had their first values, and the number of the raydist.fit that gave them."""
 
 
 def channels_last(job: Job, model: torch.nn.Module, device: torch.device) -> bool:
@@ -51,9 +55,12 @@ def speed_up_gpu(job: Job, device: torch.device) -> None:
 def begin_weights(job: Job, model: torch.nn.Module, device: torch.device, sharded: bool) -> None:
     """Give a model its first values where it has none, and those of `train.weights`.
 
-    One on meta that is to be divided gets them later, a block at a time.
+    One on meta that is to be divided gets them later, a block at a time. One that an earlier
+    raydist.fit of this process has trained keeps its values.
     """
-    files = WeightFiles.of(job)
+    fit = context.current().fit
+    trained = _begun.setdefault(model, fit) < fit
+    files = None if trained else WeightFiles.of(job)
     if files is not None:
         files.check(model)
     if not on_meta(model):

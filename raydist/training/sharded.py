@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ LONGEST = 500
 """Limit on the characters of an error that a rank sends to the other ranks."""
 
 
-def keep(step: int, state: Mapping[str, Any]) -> None:
+def keep(step: SupportsIndex, state: Mapping[str, Any]) -> None:
     """Keep this rank's shards of a state in its node's memory, and a copy on the next node.
 
     All ranks must call it, with the same step and the same keys; a stage of a pipeline may have
@@ -87,7 +87,7 @@ def keep(step: int, state: Mapping[str, Any]) -> None:
     RaydistError: torch.distributed is not initialised, as with backend=horovod. An error in the
     background copy is raised by the next call.
     """
-    begin_keep(step, state, alongside=False)
+    begin_keep(context.whole_step(step, "keep"), state, alongside=False)
 
 
 def begin_keep(step: int, state: Mapping[str, Any], alongside: bool) -> None:
@@ -109,7 +109,7 @@ def catch_up() -> None:
 
 
 def save(
-    step: int,
+    step: SupportsIndex,
     state: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
     settings: Checkpoint | None = None,
@@ -140,6 +140,7 @@ def save(
     is a warning, and the checkpoints before it stay. If it is written before `save` returns, that
     returns None then, on all ranks.
     """
+    step = context.whole_step(step, "save")
     context.phase("save")
     wait_for_all(context.current().comm, rest)
     began, request = time.perf_counter(), checkpoint.save_request(step, {}, metrics, settings)

@@ -60,7 +60,8 @@ class WeightFiles:
             ]
         found = [path / "model.safetensors"]
         if not found[0].is_file():
-            found = [*path.glob("*.safetensors")]
+            # not `.writing-…`, which a killed save_weights has left
+            found = [*path.glob("[!.]*.safetensors")]
         if len(found) == 1:
             return found
         if path.is_dir():

@@ -6,13 +6,20 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from raydist.settings.config import Checkpoint
 from raydist.shared import env_names, kinds
-from raydist.state.checkpoint_files import Saved, load, newest, saved_at, write_and_prune
-from raydist.state.object_store import StoragePath, parse_path
-from raydist.state.run_checkpoints import fit_of, of_fit, training_of
+from raydist.shared.errors import RaydistError
+from raydist.state.checkpoint_files import Saved, Warn, load, newest, saved_at, write_and_prune
+from raydist.state.object_store import StoragePath, parse_path, reason
+from raydist.state.run_checkpoints import (
+    finished_fits,
+    fit_of,
+    note_finished_fit,
+    of_fit,
+    training_of,
+)
 from raydist.state.write import SaveRequest, unloadable
 from raydist.worker import context
 
@@ -23,7 +30,7 @@ __all__ = ["Saved", "latest", "load", "save"]
 
 
 def save(
-    step: int,
+    step: SupportsIndex,
     state: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
     settings: Checkpoint | None = None,
@@ -55,11 +62,13 @@ def save(
     `backend.timeout_s` seconds at most: set it above the time that a checkpoint takes.
     `raydist.fit` needs no such setting.
 
-    TypeError: the state has a value of another type; the message names it. OSError: the disk is
+    TypeError: the state has a value of another type; the message names it. TypeError, ValueError:
+    `step` is no step, as `raydist.report` says. OSError: the disk is
     full, if rank 0 writes before returning. An error of a write in the background is a warning; the
     checkpoints before it stay. An object store that cannot be reached is a warning too: the
     checkpoint is then in the run folder on rank 0's node.
     """
+    step = context.whole_step(step, "save")
     if context.rank().rank != 0 or context.current().muted:
         return None
     context.phase("save")
@@ -80,9 +89,12 @@ def save(
 
 def home() -> StoragePath:
     """Return the folder or URL of this run's checkpoints; during a fit, of that fit's."""
+    return of_fit(_training(), context.current().fit)
+
+
+def _training() -> StoragePath:
     named = os.environ.get(env_names.CHECKPOINTS)
-    folder = parse_path(named) if named else context.rank().run_dir / "checkpoints"
-    return of_fit(folder, context.current().fit)
+    return parse_path(named) if named else context.rank().run_dir / "checkpoints"
 
 
 def save_request(
@@ -196,7 +208,7 @@ def _latest() -> Saved | None:
     if fit_of(path) < number:
         return None  # this raydist.fit has saved nothing
     if fit_of(path) > number:
-        return newest(of_fit(training_of(path), number), warn)  # it has finished
+        return _finished_fit(path, number, warn)
     if (
         restarted
         and path.parent == home().absolute()
@@ -205,6 +217,32 @@ def _latest() -> Saved | None:
         # The driver has not read the checkpoint, because most restarts don't need it.
         return newest(home(), warn, at_most=resumed_step())
     return saved_at(path)
+
+
+def _finished_fit(path: StoragePath, number: int, warn: Warn) -> Saved | None:
+    """Return the last state of a fit that had finished before a later one saved `path`.
+
+    If an earlier run has done it, this run notes where it ended, because it will save nothing of
+    it, and later attempts and runs begin with checkpoints of this one. RaydistError: that state is
+    gone.
+    """
+    training = training_of(path)
+    found = newest(of_fit(training, number), warn)
+    named = finished_fits(training).get(str(number))
+    if found is None and named is not None:
+        found = newest(parse_path(named).parent, warn)
+        if found is None:
+            raise RaydistError(
+                f"{path} is of the job's raydist.fit number {fit_of(path)}; the last state of "
+                f"number {number} is needed too, and is not there any more: {named}; put it back, "
+                "or type resume=none"
+            )
+    if found is not None and found.path.parent != home().absolute() and context.rank().rank == 0:
+        try:
+            note_finished_fit(_training(), number, found.path)
+        except Exception as error:  # each store has its own
+            warn(f"where raydist.fit number {number} ended could not be noted: {reason(error)}")
+    return found
 
 
 def newest_path() -> str:

@@ -340,16 +340,19 @@ def later_fit(number: int) -> int | None:
     return number if number > 1 else None
 
 
-def whole_step(step: SupportsIndex) -> int:
-    """Return a step as an int. TypeError, ValueError: as `report` says."""
+def whole_step(step: SupportsIndex, call: str = "report") -> int:
+    """Return a step as an int.
+
+    `call`: what the job has called, for errors. TypeError, ValueError: as `report` says.
+    """
     try:
         number = operator.index(step)
     except TypeError:
-        why = f"report(step={step!r}): step counts optimizer steps, so it must be an integer"
+        why = f"{call}(step={step!r}): step counts optimizer steps, so it must be an integer"
         raise TypeError(f"{why}; type step=int(...)") from None
     if not 0 <= number < 1 << 63:
         raise ValueError(
-            f"report(step={number}): step counts optimizer steps, so it must be from 0 to 2**63 - 1"
+            f"{call}(step={number}): step counts optimizer steps, so it must be from 0 to 2**63 - 1"
         )
     return number
 

@@ -475,6 +475,24 @@ def test_a_second_fit_of_a_job_is_restarted_at_its_own_step(
     assert done.checkpoint == done.dir / "checkpoints" / "fit-2" / "step-00000010"
 
 
+def test_a_fit_that_an_earlier_run_has_finished_stays_finished(on_ray: Path) -> None:
+    """The run that resumed saved nothing of it: its restart, and the run after it, trained it
+    again from the beginning."""
+
+    def run(folder: str, *words: str, struck: tuple[Fault, ...]) -> Result[Any]:
+        settings = ("scale=1x2", "group=inline", "watch.progress=none", "data.batch_size=8")
+        own = (f"hydra.run.dir=runs/{folder}", "seed=5", "checkpoint.every=2", "snapshot.every=0")
+        # the first batch of a fit comes before its steps count: no fault is due then
+        return raydist.run(faults.two_trainings, *settings, *own, *words, struck=struck, first=3)
+
+    with pytest.raises(RunFailed):
+        run("1", "restart=none", struck=(kill(1, 4),))
+    with pytest.raises(RunFailed) as caught:
+        run("2", "resume=auto", "restart.max=1", struck=(kill(1, 6), kill(1, 9, 1)))
+    assert begun(caught.value.result) == [3, 4, 3, 6]
+    assert begun(run("3", "resume=auto", struck=())) == [3, 8]
+
+
 def test_resume_auto_continues_what_was_stopped_and_not_what_has_finished(on_ray: Path) -> None:
     """The command of another training found all steps of the one before done: it made none, and
     reported success."""

@@ -83,7 +83,7 @@ def swept(ray_address: str) -> Iterator[Swept]:
 def begun(trial: Path) -> bool:
     """Return whether each tracker of a trial has begun to write."""
     ledgers = [Ledger.read(trial, name) for name in TRACKERS]
-    return all(each.newest_step >= 0 for each in ledgers)
+    return all(each.newest.step >= 0 for each in ledgers)
 
 
 def both_wait(name: str, news: Any) -> bool:

@@ -277,6 +277,16 @@ def test_what_could_not_be_loaded_is_not_saved(
     assert checkpoint.latest() is None
 
 
+def test_a_step_may_be_of_numpy_and_must_be_one(events: Seen) -> None:
+    """Over Ray no checkpoint was written: a process that unpickles nothing had to read the step."""
+    assert checkpoint.save(np.int64(3), {"a": 1}) is not None
+    found = checkpoint.latest()
+    assert found is not None
+    assert (found.step, type(found.step)) == (3, int)
+    with pytest.raises(TypeError, match=r"save\(step=0.5\)"):
+        checkpoint.save(0.5, {"a": 1})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("key", [1, 0.5, True, None, "a", b"a", (1, "a"), torch.float32])
 def test_what_may_be_a_key_of_a_state_can_be_loaded(events: Seen, key: Any) -> None:
     path = checkpoint.save(1, {"counts": {key: 5}})

@@ -124,6 +124,64 @@ def test_a_whole_model_that_has_values_gets_those_of_the_files(tmp_path: Path) -
     torch.testing.assert_close(read(tmp_path / "weights"), known, rtol=1e-5, atol=1e-6)
 
 
+def test_a_second_fit_goes_on_with_what_the_first_has_trained(tmp_path: Path) -> None:
+    """It began with the weights of the files once more."""
+    pretrained(tmp_path / "pretrained")
+    short = Train(steps=1, weights=str(tmp_path / "pretrained"))
+
+    def train_twice(job: Job) -> list[float]:
+        torch.manual_seed(0)
+        model = models.GPT(**SIZES)
+        text = torch.randint(256, (8, 17))
+        samples = TensorDataset(text[:, :-1], text[:, 1:])
+        call: Any = {"model": model, "train": samples, "loss": next_token}
+        return [raydist.fit(job, **call)["loss"] for _ in range(2)]
+
+    (result,) = succeeded(run_ranks(1, replace(BASE, train=short), train_twice, tmp_path))
+    first, second = result.value
+    assert second < first
+
+
+def test_a_wrapped_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    def save(job: Job) -> None:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3)))
+        compiled: Any = torch.compile(model, backend="eager")
+        models.save_weights(compiled, tmp_path / "saved")
+
+    succeeded(run_ranks(1, BASE, save, tmp_path))
+    assert [*load_file(tmp_path / "saved" / "model.safetensors")] == ["0.bias", "0.weight"]
+
+
+def test_what_a_failed_save_has_written_is_removed_and_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It filled the disk, and `train.weights` took one of its files for the weights."""
+    folder, killed = tmp_path / "saved", ".writing-0-7.safetensors"
+
+    def save(job: Job) -> tuple[list[str], list[str]]:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+        folder.mkdir()
+        save_file({"0.weight": torch.zeros(3, 2)}, folder / killed)
+        read_by = begin(replace(job, train=Train(steps=1, weights=str(folder))))
+        export.FILE_BYTES = 40
+        add = export.WeightWriter.add
+        monkeypatch.setattr(
+            export.WeightWriter,
+            "add",
+            lambda self, name, value, dtype: (
+                setattr(self, "why", "disk full") if self.files else add(self, name, value, dtype)
+            ),
+        )
+        with pytest.raises(raydist.RaydistError, match="disk full"):
+            models.save_weights(model, folder)
+        return [each.name for each in folder.iterdir()], [read_by]
+
+    (result,) = succeeded(run_ranks(1, BASE, save, tmp_path))
+    left, (read_by,) = result.value
+    assert left == []
+    assert "it has 0 files" in read_by
+
+
 def test_one_file_in_another_type(tmp_path: Path) -> None:
     def save(job: Job) -> Any:
         torch.manual_seed(0)
