@@ -13,10 +13,11 @@ delete the checkpoints of the other, or continue from them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from raydist.shared.errors import ConfigError
-from raydist.shared.record_names import RESULT
+from raydist.shared.record_names import EVENTS, RESULT
 from raydist.shared.whole_file import write_at_once
 from raydist.state.checkpoint_files import Flaw, Saved, Warn, newest, verify
 from raydist.state.object_store import Remote, StoragePath, parse_path
@@ -169,13 +170,22 @@ def finished(run: StoragePath, checkpoint: StoragePath) -> bool:
     """Report whether the training that saved this newest checkpoint of a run folder has finished.
 
     If a later training in the same folder was killed before it wrote its result, it has saved
-    another checkpoint than the result names.
+    another checkpoint than the result names. If a later one failed before it saved anything, the
+    result of the one before is among the events only.
     """
     try:
         result = json.loads((run / RESULT).read_text(encoding="utf-8"))
-        done, saved = result["status"] == "finished", result["checkpoint"]
+        if result["status"] == "finished" or result["checkpoint"]:
+            return _finished_at(result, checkpoint)
+        lines = (run / EVENTS).read_text(encoding="utf-8").splitlines()
+        results = [json.loads(line) for line in lines if '"kind": "result"' in line]
+        return any(each.get("checkpoint") and _finished_at(each, checkpoint) for each in results)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _finished_at(result: Mapping[str, Any], checkpoint: StoragePath) -> bool:
+    done, saved = result["status"] == "finished", result["checkpoint"]
     return done and (not saved or place_in_run(parse_path(saved)) == place_in_run(checkpoint))
 
 
