@@ -7,6 +7,7 @@ import os
 import secrets
 import stat
 import subprocess
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ LONGEST = 107 - len("/ray/session_2026-11-24_23-53-23_123456_1234567/sockets/pla
 
 Linux allows 107 bytes for the path of a socket (unix(7)).
 """
+WRITTEN_S = 60.0
+"""Seconds after which nobody writes a new token's file any more."""
 
 
 def reaper(leaders: Iterable[int]) -> subprocess.Popen[bytes]:
@@ -56,7 +59,11 @@ def protect_token(home: Path | None) -> None:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        if file.stat().st_mode & 0o077:
+        found = file.stat()
+        if not found.st_size and time.time() - found.st_mtime > WRITTEN_S:
+            file.unlink()  # a full disk has left it: no Ray accepts an empty token
+            protect_token(home)
+        elif found.st_mode & 0o077:
             file.chmod(0o600)
         return
     try:

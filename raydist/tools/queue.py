@@ -23,7 +23,7 @@ from raydist.reporting.progress import duration
 from raydist.reporting.wording import table
 from raydist.settings.config import Job
 from raydist.settings.priority import priority_of
-from raydist.shared.errors import ConfigError, LaunchError, nearest
+from raydist.shared.errors import ConfigError, LaunchError, last_line, nearest
 from raydist.shared.rank_names import counted
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.tools.plan import connected
@@ -79,17 +79,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if connect.running_address() is None:
             raise ConfigError("raydist queue: no Ray runs on this machine; set RAY_ADDRESS")
         with connected(Job()):
-            if wish is not None:
-                lines = [follow_wish(wish)]
-            elif arguments.json:
-                lines = [json.dumps(asdict(row)) for row in read_rows()]
-            else:
-                rows = read_rows()
-                lines = queue_table(rows) if rows else ["no run is in the queue"]
+            from ray.exceptions import RpcError
+
+            try:
+                lines = _lines(wish, arguments.json)
+            except RpcError as error:
+                text = f"the cluster's GCS does not answer ({last_line(error)}); try again"
+                raise LaunchError(f"raydist queue: {text}") from error
         print("\n".join(lines), flush=True)
         return 0
 
     return run_tool(act)
+
+
+def _lines(wish: Wish | None, as_json: bool) -> list[str]:
+    """Do what a person wants, or read the queue; return what to print."""
+    if wish is not None:
+        return [follow_wish(wish)]
+    rows = read_rows()
+    if as_json:
+        return [json.dumps(asdict(row)) for row in rows]
+    return queue_table(rows) if rows else ["no run is in the queue"]
 
 
 def read_wish(words: Sequence[str]) -> Wish:

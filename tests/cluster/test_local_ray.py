@@ -119,6 +119,20 @@ def test_a_note_of_a_ray_that_is_no_file_is_not_read(base: Path, kind: str) -> N
     assert found == [None]
 
 
+def test_an_old_empty_token_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier raydist, or Ray itself, leaves one on a full disk; a new one may be in writing."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.touch(0o600)
+    local_ray.protect_token(tmp_path)
+    assert token.read_text() == ""
+    os.utime(token, (0, 0))
+    local_ray.protect_token(tmp_path)
+    assert len(token.read_text()) == 64
+
+
 def test_a_full_disk_leaves_no_empty_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later run would have taken it for Ray's token."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
@@ -201,7 +215,6 @@ def test_a_program_may_leave_the_ray_of_its_run_for_a_cluster(
 # The job looks with the eyes of another account at all that Ray has made. With Ray's own folders
 # that is most of it.
 LOOK = """
-import os
 
 def look():
     folders = [folder for folder, _, _ in os.walk(os.environ["TMPDIR"])][1:]
