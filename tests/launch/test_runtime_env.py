@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
+import venv
 import zipfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.settings.config import Job
 from raydist.shared.errors import LaunchError
+from tests import programs
 
 SEES = """
 import os, pathlib, sys
@@ -94,6 +98,39 @@ def test_ranks_run_in_a_copy_of_the_folder_without_ignored_files(on_ray: Path) -
         assert not any("big" in name or ".env" in name for name in listed)
 
 
+@pytest.fixture(scope="module")
+def small_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Ray in a virtual environment that is small, and sees the packages of this one.
+
+    For `pip=` Ray copies the whole environment of its node: this one has 7 GB, twice a test.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    folder = tmp_path_factory.mktemp("small")
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    seen = sysconfig.get_path("purelib")
+    (packages / "seen.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
+    ray.shutdown()  # of the cluster that tests share
+    with pytest.MonkeyPatch.context() as started:
+        started.setattr(sys, "executable", str(folder / "bin" / "python"))
+        cluster = Cluster(initialize_head=True, head_node_args={**programs.HEAD, "num_cpus": 2})
+    with pytest.MonkeyPatch.context() as connected:
+        connected.setenv("RAY_ADDRESS", cluster.address)
+        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+        yield cluster.address
+        ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def project(small_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The current folder of a test on the small Ray."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def install(project: Path, *words: str) -> Result[Any]:
     (project / "uses.py").write_text("import needed\nprint(needed.__file__)")
     return run_job(
@@ -102,9 +139,9 @@ def install(project: Path, *words: str) -> Result[Any]:
 
 
 @pytest.mark.ray
-def test_packages_are_installed_for_the_ranks_only(on_ray: Path) -> None:
+def test_packages_are_installed_for_the_ranks_only(project: Path) -> None:
     package = (
-        on_ray / "needed-1-py3-none-any.whl"
+        project / "needed-1-py3-none-any.whl"
     )  # one that is built: pip need not fetch what builds it
     with zipfile.ZipFile(package, "w") as wheel:
         wheel.writestr("needed.py", "")
@@ -116,12 +153,12 @@ def test_packages_are_installed_for_the_ranks_only(on_ray: Path) -> None:
             "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr("needed-1.dist-info/RECORD", "")
-    done = install(on_ray, f"pip=[{package}]", "watch.output=none")
+    done = install(project, f"pip=[{package}]", "watch.output=none")
     assert "/runtime_resources/pip/" in (done.dir / "logs" / "rank-0.log").read_text()
     assert find_spec("needed") is None
 
 
 @pytest.mark.ray
-def test_a_missing_package_is_named(on_ray: Path) -> None:
+def test_a_missing_package_is_named(project: Path) -> None:
     with pytest.raises(LaunchError, match=r"rank 0 on .*no-such-package-of-raydist"):
-        install(on_ray, "pip=[--no-index,no-such-package-of-raydist]")  # nobody needs to be asked
+        install(project, "pip=[--no-index,no-such-package-of-raydist]")  # nobody needs to be asked
