@@ -10,7 +10,6 @@ docs/monitoring.md explains each figure; deploy/monitoring/ has a board and aler
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -121,11 +120,12 @@ class Metrics(AbstractContextManager["Metrics"]):
         """The newest value of each gauge, which the thread sets again."""
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._repeat, name="raydist-metrics", daemon=True)
         self._progress = Progress()
         self._names = ValueNames(warn)
         self._failed = CAUSES[0]
+        self._kept: int | None = None
+        """The step of the newest snapshot in this loop; each report has it."""
         self._slow: dict[int, str] = {}
         """The ranks reported as slow since the last restart, and their hosts."""
 
@@ -139,6 +139,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         self._progress.read(event)
         match event:
             case kinds.Begin(rank=0):
+                self._kept = None
                 # From now on it is late: a first step or checkpoint may never come.
                 for series in PROGRESS:
                     if series not in self._gauges:
@@ -164,7 +165,7 @@ class Metrics(AbstractContextManager["Metrics"]):
             case kinds.Result():
                 self._end()
                 self._count("runs", status=event.status)
-                if event.status != "finished" or time.monotonic() - self._began > REPORT_S:
+                if event.status != "finished" or self._figures.wall_s > REPORT_S:
                     ending.need_cleanup()
 
     def __exit__(self, *_: object) -> None:
@@ -222,7 +223,8 @@ class Metrics(AbstractContextManager["Metrics"]):
         for name, value in found.items():
             if value is not None:
                 self._set(name, value)
-        if event.kept:
+        if event.kept and event.kept != self._kept:
+            self._kept = event.kept
             self._set("kept_timestamp_seconds", event.t, where="memory")
 
     def _on_slow(self, event: kinds.Slow) -> None:

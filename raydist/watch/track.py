@@ -144,7 +144,8 @@ class TrackerProcess:
         # This folder may have the ledger of a training that has finished: `before` is None then.
         ledger = Ledger.read(before, name) if before is not None else Ledger()
         if name == "wandb":  # the only one whose client creates the ids
-            ledger.id = ledger.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+            named = {**os.environ, **job.env}.get("WANDB_RUN_ID")
+            ledger.id = ledger.id or named or secrets.token_hex(4)
             self._variables = {"WANDB_RUN_ID": ledger.id, "WANDB_RESUME": "allow"}
         if messenger:
             ledger.id = secrets.token_hex(4)

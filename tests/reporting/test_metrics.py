@@ -96,6 +96,20 @@ def test_a_run_without_a_first_step_or_checkpoint_is_late_from_its_beginning(
     assert watched.gauges("kept_timestamp_seconds") == {("disk",): began}
 
 
+def test_only_a_new_snapshot_makes_the_state_in_memory_newer(watched: Watched) -> None:
+    """Each report has the step of the newest one: the age of the state was always 0."""
+
+    def kept(step: int, snapshot: int) -> float:
+        report = kinds.Report(rank=0, step=step, values={"loss": 1.0}, kept=snapshot)
+        watched.events.add(report)
+        return watched.gauges("kept_timestamp_seconds")["memory",]
+
+    watched.events.add(kinds.Begin(rank=0, steps=9))
+    first = kept(2, 1)
+    assert kept(3, 1) == first
+    assert kept(4, 3) > first
+
+
 def test_a_run_that_waits_in_the_queue_is_not_late(watched: Watched) -> None:
     watched.report(1, loss=1.0)
     watched.events.add(kinds.Saved(rank=0, step=1, path="x"))

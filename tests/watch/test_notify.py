@@ -57,7 +57,13 @@ def messages() -> Messages:
             "",
         ),
         ((event("result", status="finished"),), "finished", "", ""),
-        ((event("result", status="stopped", signal=2),), "stopped", "stopped by SIGINT", RESUME),
+        (
+            (event("result", status="stopped", signal=2, checkpoint="x"),),
+            "stopped",
+            "stopped by SIGINT",
+            RESUME,
+        ),
+        ((event("result", status="stopped", signal=2),), "stopped", "stopped by SIGINT", ""),
     ],
 )
 def test_an_event_and_what_is_told(

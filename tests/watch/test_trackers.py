@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from raydist.settings.config import Job
 from raydist.shared.events import Events
 from raydist.watch import track
 from raydist.watch.trackers import Ending, Ledger, Task
-from raydist.watch.trackers.child import Follower
+from raydist.watch.trackers.child import FailurePages, Follower
+from raydist.watch.trackers.mlflow import Mlflow, plain
+from raydist.watch.trackers.tensorboard import unused
 from tests.records import event, line
 
 OLD = Ledger(id="1", newest=Position(2, 9), sent_kinds=["failed"])
@@ -34,6 +37,51 @@ def test_a_new_training_in_the_folder_of_a_finished_one_has_its_own_ledger(
         with Events(tmp_path / "events.jsonl") as events:
             track.TrackerProcess("mlflow", job, events, before)
         assert Ledger.read(tmp_path, "mlflow") == found
+
+
+def test_a_page_is_sent_once_it_says_what_came_of_the_failure(tmp_path: Path) -> None:
+    """Trackers had the draft, without the restart and the end."""
+    page = tmp_path / "blame-1.txt"
+    pages = FailurePages(tmp_path)
+    pages.read(event("failure", cause={}))
+    page.write_text("a draft")
+    assert [*pages.due(over=False)] == []
+    pages.read(event("restarted", step=4, repeated=0, s=1.0))
+    assert [*pages.due(over=False)] == []  # the driver may still be writing it
+    assert [*pages.due(over=False)] == [page]
+    assert [*pages.due(over=True)] == []
+    pages.read(event("failure", cause={}))
+    second = tmp_path / "blame-2.txt"
+    second.write_text("the end")
+    assert [*pages.due(over=True)] == [second]
+
+
+def test_no_password_of_a_store_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(update_run=lambda id, status: None)
+    made: Any = SimpleNamespace(
+        MlflowClient=lambda: client, get_tracking_uri=lambda: "http://bob:hunter2@host:5000"
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", made)
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    tracker = Mlflow(Task("mlflow", str(tmp_path), "digits", {}, False, False, 0), "abc")
+    assert tracker.link == "http://***@host:5000 run abc"
+    assert "hunter2" in tracker.variables["MLFLOW_TRACKING_URI"]  # the program needs it
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [("/loss", "loss"), ("a//b/", "a/b"), ("../x", "__/x"), ("a%b", "a_b"), ("/", "_")],
+)
+def test_mlflow_takes_any_name(name: str, accepted: str) -> None:
+    """It refuses some, and with them all that is sent together."""
+    assert plain(name) == accepted
+
+
+def test_another_training_in_the_folder_has_its_own_curves(tmp_path: Path) -> None:
+    assert unused(tmp_path / "tensorboard") == tmp_path / "tensorboard"
+    (tmp_path / "tensorboard").mkdir()
+    assert unused(tmp_path / "tensorboard") == tmp_path / "tensorboard-2"
 
 
 class Refusing:

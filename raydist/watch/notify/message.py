@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -128,7 +129,8 @@ class Messages:
                 return self._message("slow", happened.t, happened.text, todo)
             case kinds.Result(status="stopped"):
                 cause = f"stopped by {signal_name(happened.signal)}"
-                return self._message("stopped", happened.t, cause, self._resume())
+                todo = self._resume() if happened.checkpoint else ""
+                return self._message("stopped", happened.t, cause, todo)
             case kinds.Result(status="failed"):
                 return self._run_failed(happened)
             case kinds.Result():
@@ -208,7 +210,7 @@ def machine_lost(about: About, sign: LastSign) -> RunMessage:
 
 def to_continue(folder: str) -> str:
     """Return a text that tells how to continue the run of this folder."""
-    return f"to continue: the same command with resume={folder}"
+    return f"to continue: the same command with {shlex.quote(f'resume={folder}')}"
 
 
 def shortened(cause: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, cast
 
 from raydist.reporting.points import Point, Points, Position, node_numbers, series
 from raydist.reporting.progress import Progress
+from raydist.settings.secrets import masked
 from raydist.shared import kinds
 from raydist.shared.events import parse_event
 from raydist.shared.kinds import Event
@@ -46,6 +47,7 @@ ROWS = 200
 """Maximum number of rows in one call."""
 KEPT_ROWS = 100_000
 """Maximum number of rows that wait for a tracker that does not answer; the oldest are dropped."""
+PAGES = "blame-*.txt"
 Say = Callable[..., None]
 
 
@@ -114,6 +116,45 @@ class Rows:
                 self.queue.append(Measured(point.t, step, values, fit))
 
 
+class FailurePages:
+    """The pages of failures, each once it is complete: it says what came of the failure."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sent = 0
+        """The number of the last page that was sent, or that an earlier run left."""
+        self._newest = 0
+        """The number of the newest failure."""
+        self._complete = self._completed = 0
+        """The last complete page, and the last one that may be: it is written just after the event,
+        so it counts one look later."""
+
+    def skip(self, number: int) -> None:
+        """Leave out this page and those before it, which an earlier run has left."""
+        self._sent = self._newest = self._complete = self._completed = number
+
+    def read(self, happened: Event) -> None:
+        """Process one event."""
+        match happened:
+            case kinds.Failure():
+                self._completed = self._newest
+                self._newest += 1
+            case kinds.Restarted():
+                self._completed = self._newest
+
+    def due(self, over: bool) -> Iterator[Path]:
+        """Yield the pages to be sent; one counts as sent when the next is asked for.
+
+        `over`: the run is over, so all pages are complete.
+        """
+        pages = {int(page.stem.partition("-")[2]): page for page in self._folder.glob(PAGES)}
+        for number in sorted(pages):
+            if self._sent < number and (over or number <= self._complete):
+                yield pages[number]
+                self._sent = number
+        self._complete = self._completed
+
+
 class Follower:
     """One tracker of one run."""
 
@@ -125,8 +166,7 @@ class Follower:
         self._rows = Rows(Points(newest_released=self._ledger.newest, repeats=task.repeats))
         self._progress = Progress()
         self._tracker: Tracker | None = None
-        self._last_page = 0
-        """The number of the last failure page that the tracker has, or that an earlier run left."""
+        self._pages = FailurePages(self._folder)
         self._ending: Ending | None = None
         self._placed = self._warned = False
         self._again = 0.0
@@ -161,9 +201,10 @@ class Follower:
     def _take(self, happened: Event) -> None:
         self._rows.add(happened)
         self._progress.read(happened)
+        self._pages.read(happened)
         match happened:
             case kinds.Run():
-                self._last_page = happened.pages
+                self._pages.skip(happened.pages)
             case kinds.Plan():
                 self._placed = True
             case kinds.Result():
@@ -187,7 +228,7 @@ class Follower:
         """Report once which exception was raised, and its consequence."""
         if not self._warned:
             self._warned = True
-            first = f"{type(error).__name__}: {error}".splitlines()[0]
+            first = masked(f"{type(error).__name__}: {error}".splitlines()[0])
             log = self._folder / "logs" / f"track-{self._task.name}.log"
             self._say(warning=f"{self._task.name}: {first[:300]}; {what} ({log})")
 
@@ -208,13 +249,8 @@ class Follower:
             self._life.called_at = time.monotonic()
             self._tracker.write(some)
             del self._rows.queue[: len(some)]
-        pages = {
-            int(page.stem.partition("-")[2]): page for page in self._folder.glob("blame-*.txt")
-        }
-        for number in sorted(pages):
-            if number > self._last_page:
-                self._tracker.page(pages[number])
-                self._last_page = number
+        for page in self._pages.due(over=self._ending is not None or self._life.over.is_set()):
+            self._tracker.page(page)
 
     def _wanted(self) -> bool:
         """Report whether it is time to open the tracker's run.
@@ -240,7 +276,7 @@ class Follower:
         self._say(
             variables=dict(tracker.variables),
             ready=True,
-            track=f"{self._task.name}  {tracker.link}",
+            track=masked(f"{self._task.name}  {tracker.link}"),
         )
         if why := getattr(tracker, "why_offline", ""):
             self._say(

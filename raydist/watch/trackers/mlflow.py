@@ -11,11 +11,12 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
+from raydist.settings.secrets import masked
 from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
-METRICS, PARAMS, LONGEST = 1000, 100, 6000
-"""Maximum number of metrics and params of one request, and of characters of a param.
+METRICS, PARAMS, LONGEST, NAME = 1000, 100, 6000, 250
+"""Maximum number of metrics and params of one request, and of characters of a param and of a name.
 
 Source: mlflow.utils.validation.
 """
@@ -38,7 +39,7 @@ class Mlflow:
             self.id = run or os.environ.get("MLFLOW_RUN_ID", "") or self._create_run(task)
             self._client.update_run(self.id, status="RUNNING")
         uri = mlflow.get_tracking_uri()
-        self.link = f"{uri} run {self.id}"
+        self.link = f"{masked(uri)} run {self.id}"
         self.variables = {"MLFLOW_RUN_ID": self.id, "MLFLOW_TRACKING_URI": uri}
 
     def _create_run(self, task: Task) -> str:
@@ -103,5 +104,10 @@ def one_at_a_time(task: Task) -> Iterator[None]:
 
 
 def plain(name: str) -> str:
-    """Return a name with the characters that MLflow accepts."""
-    return re.sub(r"[^\w\-. :/]", "_", name)
+    """Return a name that MLflow accepts: of these characters, and like a path without `..`.
+
+    One that it does not would stop all others, which are sent with it.
+    """
+    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    kept = [part.replace(".", "_") if part in (".", "..") else part for part in parts if part]
+    return "/".join(kept)[:NAME].rstrip("/") or "_"

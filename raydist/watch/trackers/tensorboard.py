@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ class TensorBoard:
         from tensorboardX.summary import hparams
 
         folder = Path(task.folder)
-        self.id = run or str(
+        first = (
             folder.parent / "tensorboard" / folder.name if task.sweep else folder / "tensorboard"
         )
+        self.id = run or str(unused(first))
         shown = Path(self.id).parent if task.sweep else self.id
         self.link = f"tensorboard --logdir {shown}"
         self.variables = dict[str, str]()
@@ -50,6 +52,12 @@ class TensorBoard:
         if ending.status == "finished":
             self._writer.file_writer.add_summary(self._end)
         self._writer.close()
+
+
+def unused(folder: Path) -> Path:
+    """Return this folder, or `NAME-2` and so on if another training in the run folder has it."""
+    others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([folder], others) if not path.exists())
 
 
 def number_or_text(value: str) -> float | str:
