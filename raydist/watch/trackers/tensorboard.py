@@ -57,7 +57,7 @@ class TensorBoard:
 def unused(folder: Path) -> Path:
     """Return this folder, or `NAME-2` and so on if another training in the run folder has it."""
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([folder], others) if not path.exists())
+    return next(path for path in itertools.chain([folder], others) if not path.is_dir())
 
 
 def number_or_text(value: str) -> float | str:
