@@ -85,7 +85,7 @@ def run_tool(command: Callable[[], int]) -> int:
     except PermissionError as error:  # of another user's folder
         if error.filename is None:
             raise
-        return print_error(ConfigError(f"{error.filename}: it cannot be read ({error.strerror})"))
+        return print_error(ConfigError(f"{error.filename}: {error.strerror}"))
     except BrokenPipeError:
         return discard_output()
     except KeyboardInterrupt:

@@ -232,8 +232,8 @@ class Follower:
             log = self._folder / "logs" / f"track-{self._task.name}.log"
             self._say(warning=f"{self._task.name}: {first[:300]}; {what} ({log})")
 
-    def _bring_up_to_date(self) -> None:
-        """Write the waiting rows and failure pages."""
+    def _bring_up_to_date(self, over: bool = False) -> None:
+        """Write the waiting rows and failure pages. `over`: the run is over."""
         if self._tracker is None and self._wanted():
             self._tracker = self._open()
         if self._tracker is None:
@@ -249,7 +249,7 @@ class Follower:
             self._life.called_at = time.monotonic()
             self._tracker.write(some)
             del self._rows.queue[: len(some)]
-        for page in self._pages.due(over=self._ending is not None or self._life.over.is_set()):
+        for page in self._pages.due(over):
             self._tracker.page(page)
 
     def _wanted(self) -> bool:
@@ -286,8 +286,10 @@ class Follower:
         return tracker
 
     def _finish(self) -> None:
+        # The driver completes the last page just after the result, and closes our input then.
+        self._life.over.wait(LOOK_S)
         try:
-            self._bring_up_to_date()
+            self._bring_up_to_date(over=True)
         finally:  # the tracker may refuse a page, and must still learn how the run ended
             if self._tracker is not None:
                 self._tracker.close(
