@@ -219,7 +219,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
             write_pickle(spec.value, call_job(spec, job))
         return 0
     except SystemExit as exit_:
-        code = exit_.code or 0
+        code = 0 if exit_.code is None else exit_.code  # "" is a failure, as in Python
         if code == 0:
             return 0
         facts = context.exception_facts(exit_)
