@@ -215,6 +215,7 @@ def test_a_program_may_leave_the_ray_of_its_run_for_a_cluster(
 # The job looks with the eyes of another account at all that Ray has made. With Ray's own folders
 # that is most of it.
 LOOK = """
+import os
 
 def look():
     folders = [folder for folder, _, _ in os.walk(os.environ["TMPDIR"])][1:]
