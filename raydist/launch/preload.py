@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,23 @@ SHARDS = ("torch.distributed.checkpoint.state_dict",)
 COMPILER = "raydist.worker.compiler"
 """Has torch.compile ready in each rank."""
 DDP = Parallel()
+READ_LATE = (
+    "CUBLAS_",
+    "CUDA_",
+    "GLOO_",
+    "LOCAL_RANK",
+    "MASTER_",
+    "NCCL_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RANK",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_NCCL_",
+    "UCX_",
+    "WANDB_",
+    "WORLD_SIZE",
+)
+"""Prefixes of variables that nobody reads before training starts, long after the imports."""
 
 
 def of(job: Job) -> list[str]:
@@ -47,8 +65,10 @@ def modules(
     if script:
         return script_modules(script)
     source = source_of(target)
+    folder = source.parent if source and target.partition(":")[0].endswith(".py") else Path()
     imports = imported_modules(source.read_text(encoding="utf-8")) if source else []
-    further = installed_imports(source) if source else []
+    imports = [name for name in imports if not is_namesake(name, folder)]
+    further = installed_imports(source, folder) if source else []
     fits = "raydist" in (*imports, *further)
     loop = (*LOOP, *(SHARDS if divides(parallel) else ())) if fits else ()
     backend_module = module_of("gloo" if backend == "auto" else backend, parallel)
@@ -66,37 +86,102 @@ def modules(
 def script_modules(script: str) -> list[str]:
     """Return the installed modules that a Python script and its own files import."""
     first = file_of(script)
-    return installed_imports(first) if first else []
+    if first is None:
+        return []
+    # As program.run_script has it first on sys.path.
+    folder = Path() if script.startswith("-m ") else first.resolve().parent
+    return installed_imports(first, folder)
 
 
-def installed_imports(first: Path) -> list[str]:
+def installed_imports(first: Path, folder: Path) -> list[str]:
     """Return the installed modules that a Python file and its own files import.
 
     Its own files are those next to it or in the current folder. They are left to the ranks: at
-    import they may read variables that only a rank has, such as LOCAL_RANK.
+    import they may read variables that only a rank has, such as LOCAL_RANK. `folder`: the first on
+    the ranks' sys.path.
     """
     names: list[str] = []
-    seen, unread = set[Path](), [first]
-    while unread:
-        seen.add(file := unread.pop())
-        if not file.is_file():
-            continue
-        source = file.read_text(encoding="utf-8", errors="replace")
-        imports = imported_modules(source)
-        own = [
-            folder / f"{name.replace('.', '/')}.py"
-            for folder in (file.parent, Path())
-            for name in imports
-            if ":" not in name
-        ]
-        unread += [path for path in own if path.is_file() and path not in seen]
-        names += imports
+    for source in sources(first).values():
+        names += [name for name in imported_modules(source) if not is_namesake(name, folder)]
         # torch's optimizers import torch._dynamo in their first step.
         if "torch.optim" in source or "optim." in source:
             names.append("torch._dynamo")
         if "torch.compile" in source:
             names.append(COMPILER)
     return [*lasting_modules(dict.fromkeys(names))]
+
+
+def sources(first: Path) -> dict[Path, str]:
+    """Return the text of a Python file, and of its own files that it imports, by path."""
+    found: dict[Path, str] = {}
+    unread = [first]
+    while unread:
+        file = unread.pop()
+        if file in found or not file.is_file():
+            continue
+        found[file] = source = file.read_text(encoding="utf-8", errors="replace")
+        unread += [
+            folder / f"{name.replace('.', '/')}.py"
+            for folder in (file.parent, Path())
+            for name in imported_modules(source)
+            if ":" not in name
+        ]
+    return found
+
+
+def is_namesake(name: str, folder: Path) -> bool:
+    """Return whether a folder has a module or package with the name of an installed one."""
+    top = re.split("[.:]", name)[0]
+    own = (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
+    return own and is_installed(top)
+
+
+def variable_set_early(job: Job) -> str:
+    """Return a variable that the job's file or program sets before it imports a package, or "".
+
+    A package that reads it as it is imported would not see it in a rank that is forked: the fork
+    server has imported the package.
+    """
+    first = file_of(job.script) if job.script else source_of(job.job.target)
+    found = ""
+    for path, source in sources(first).items() if first else ():
+        try:
+            body = ast.parse(source).body
+        except (SyntaxError, ValueError):  # the rank's own traceback is better
+            continue
+        for node in body:
+            if found and (path != first or _imports_package(node)):
+                return found
+            found = found or _variable_set(node)
+    return ""
+
+
+def _imports_package(node: ast.stmt) -> bool:
+    """Return whether a statement imports a package that is not Python's own."""
+    names = imported_modules(ast.unparse(node))
+    tops = {re.split("[.:]", name)[0] for name in names} - sys.stdlib_module_names
+    return any(map(is_installed, tops))
+
+
+def _variable_set(node: ast.stmt) -> str:
+    """Return an environment variable that a top-level statement sets, or ""."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return ""
+    for part in ast.walk(node):
+        match part:
+            case ast.Assign(targets=[ast.Subscript(value=mapping, slice=key)]):
+                sets = ast.unparse(mapping) in ("os.environ", "environ")
+            case ast.Call(func=function, args=[key, *_]):
+                sets = ast.unparse(function) in (
+                    "os.environ.setdefault",
+                    "environ.setdefault",
+                    "os.putenv",
+                )
+            case _:
+                continue
+        if sets and isinstance(key, ast.Constant) and not str(key.value).startswith(READ_LATE):
+            return str(key.value)
+    return ""
 
 
 def lasting_modules(modules: Iterable[str]) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from raydist.shared.errors import LaunchError
 ABANDONED_S = 1.0
 """Seconds until a rank is killed that neither ended nor was stopped after mpirun ended its child.
 """
-OUTPUT = 4000
+OUTPUT = 1 << 20
 """Maximum bytes of the output of mpirun or a daemon that the driver receives."""
 
 ABORT = re.compile(r"^Abort\((-?\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)

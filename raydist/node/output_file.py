@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from pathlib import Path
 
 from raydist.node.nccl_output import MAX_BYTES
@@ -25,6 +26,11 @@ class OutputFile:
     def read(self, most: int) -> bytes:
         """Return at most `most` further bytes."""
         data = self._file.read(most)
+        # `> /dev/stderr` in a shell script empties the file, and what follows is at its beginning.
+        if not data and os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)
+            self._freed_until = MAX_BYTES
+            data = self._file.read(most)
         while self._file.tell() - self._freed_until >= FREED_AT_ONCE:
             # If the file system can't free a part, the file stays as it is.
             with (

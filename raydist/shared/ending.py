@@ -17,6 +17,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+ARCHIVES = (
+    ("bz2", "BZ2File"),
+    ("gzip", "GzipFile"),
+    ("lzma", "LZMAFile"),
+    ("zipfile", "ZipFile"),
+)
 WAIT_S = 10.0
 """The longest time that a command waits at its end for cleanup that somebody needs.
 
@@ -68,6 +74,7 @@ def finalize(code: int) -> None:
     """
     run_exit_functions(code)
     flush_files()
+    close_archives()
     ctypes.CDLL(None).fflush(None)  # C's own streams
 
 
@@ -87,6 +94,26 @@ def flush_files() -> None:
                 continue  # it is already closed
             except OSError as error:
                 print(f"{each.name} could not be written: {error}", file=sys.stderr)
+
+
+def close_archives() -> None:
+    """Close all compressed files and archives: closing them writes their last part.
+
+    An interpreter closes them as it deletes them.
+    """
+    kinds = [
+        getattr(module, name)
+        for module, name in ((sys.modules.get(one), two) for one, two in ARCHIVES)
+        if module is not None
+    ]
+    found = [each for each in gc.get_objects() if issubclass(type(each), tuple(kinds))]
+    for each in found:
+        try:
+            each.close()
+        except (OSError, ValueError) as error:
+            print(f"{each!r} could not be written: {error}", file=sys.stderr)
+    if found:
+        flush_files()
 
 
 def tidy_up(work: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from raydist.messages.server import CommandSpec, ProgramSpec, RankSpec
 from raydist.messages.wire import decode
@@ -61,9 +61,7 @@ def become_rank(spec: RankSpec, log_fd: int) -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     redirect(log_fd)
-    # line by line, so that the output of a rank that dies is complete
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    sys.stdout, sys.stderr = output_stream(1), output_stream(2)
     faulthandler.enable()
     stacks.answer_signal(f"{spec.value}.stacks")
     admit_py_spy()
@@ -78,6 +76,15 @@ def become_rank(spec: RankSpec, log_fd: int) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if "torch" in sys.modules and threads.isdecimal() and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
+
+
+def output_stream(fd: int) -> TextIO:
+    """Return a stream that writes to a descriptor, and leaves it open when the program closes it.
+
+    As Python's own; otherwise the program's next file would get the descriptor, and C's output.
+    """
+    # Line by line, so that the output of a rank that dies is complete.
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 class RankFiles(NamedTuple):
@@ -290,6 +297,9 @@ def frames_of_job(frames: TracebackType | None) -> TracebackType | None:
 def call_job(spec: RankSpec, job: config.Job) -> Any:
     """Call the job: a function by its name, or a pickled one with its arguments."""
     if spec.call is None:
+        path = job.job.target.rpartition(":")[0]
+        if path.endswith(".py"):
+            target.forget_namesakes(os.path.dirname(path))
         return target.call_function(target.load_target(job.job.target), job)
     import cloudpickle
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from raydist.shared.ending import finalize
-from raydist.worker import context
+from raydist.worker import context, target
 
 NOT_FOUND = 127
 """A shell's exit code for a program that it does not find."""
@@ -85,6 +85,7 @@ def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:
     sys.argv = [script, *args]
     sys.orig_argv = [sys.executable, *sys.argv]
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    target.forget_namesakes(sys.path[0])
     facts = {
         "__file__": path,
         "__cached__": None,
@@ -102,6 +103,7 @@ def run_module(name: str, args: Sequence[str], main: ModuleType) -> None:
     sys.argv = ["-m", *args]
     sys.orig_argv = [sys.executable, "-m", name, *args]
     sys.path.insert(0, os.getcwd())
+    target.forget_namesakes(sys.path[0])
     spec = find_program(name)
     get_code = getattr(spec.loader, "get_code", None)
     if get_code is None or (code := get_code(spec.name)) is None:  # an extension module
@@ -146,6 +148,8 @@ def execute(argv: Sequence[str]) -> NoReturn:
             )
         raise ProgramNotFound(f"there is no program {argv[0]} on {host}: {ADVICE}")
     sys.stdout.flush()
+    # A Python below a shell script would write its lines only when it ends.
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     restore_signals()
     os.execvp(argv[0], list(argv))
 

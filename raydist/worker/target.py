@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,32 @@ def _load_file(path: Path) -> Any:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def forget_namesakes(folder: str) -> None:
+    """Forget the installed packages whose names modules of a folder have, such as `datasets.py`.
+
+    The folder is first on sys.path, so that its modules win; but the fork server may have imported
+    the packages, for this program or for an earlier one.
+    """
+    try:
+        entries = os.listdir(folder)
+    except OSError:
+        return
+    known = {name for name in sys.modules if "." not in name and not name.startswith("__")}
+    known -= sys.stdlib_module_names | {"raydist"}
+    names = {name.removesuffix(".py") for name in entries if name.endswith(".py")} & known
+    names |= {
+        name
+        for name in known.intersection(entries)
+        if os.path.isfile(os.path.join(folder, name, "__init__.py"))
+    }
+    inside = os.path.realpath(folder) + os.sep
+    for name in names:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if not os.path.realpath(file).startswith(inside):
+            for module in [each for each in sys.modules if f"{each}.".startswith(f"{name}.")]:
+                del sys.modules[module]
 
 
 def call_function(function: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Any:

@@ -40,3 +40,14 @@ def test_a_file_system_that_frees_no_parts_keeps_the_file(tmp_path: Path) -> Non
     path.write_bytes(bytes(MAX_BYTES + 2 * FREED_AT_ONCE))
     assert len(output.read(1 << 26)) == MAX_BYTES + 2 * FREED_AT_ONCE
     assert output.read(10) == b""
+
+
+def test_a_rank_that_empties_its_log_is_read_on_from_the_beginning(tmp_path: Path) -> None:
+    """As `echo > /dev/stderr` in a shell script does."""
+    path = tmp_path / "rank-0.log"
+    output = OutputFile(path)
+    path.write_bytes(b"before\n")
+    assert output.read(100) == b"before\n"
+    path.write_bytes(b"a\n")
+    assert output.read(100) == b"a\n"
+    assert output.read(100) == b""

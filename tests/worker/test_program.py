@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from raydist.reporting.result import Result
 from raydist.settings import compose
 from raydist.shared.errors import RunFailed
 from raydist.worker import program
+from tests.records import read_events
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SLOW_EXIT = """
@@ -378,3 +381,62 @@ def test_the_current_folder_stays_if_pythonpath_names_it(python_path: str, stays
     """`PYTHONPATH=. raydist train script=tools/train.py`, where tools/train.py imports from here."""
     found = program.without_current_folder(["", "/p", "/lib"], python_path, "/p")
     assert found == (["", "/p", "/lib"] if stays else ["/lib"])
+
+
+@pytest.mark.parametrize("words", ["script=src/train.py", "script=-m train", "job=src/train.py"])
+def test_a_module_wins_over_the_installed_package_of_its_name(words: str, tmp_path: Path) -> None:
+    """The fork server had imported the package, as for an earlier program."""
+    (tmp_path / "flask_user.py").write_text("import flask\nprint(flask.__file__)\n")
+    assert "site-packages" in logs(run("./flask_user.py"))[0]
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/flask.py").write_text("WHERE = 'own'\n")
+    (tmp_path / "src/train.py").write_text(
+        "import flask\n\ndef job():\n    print(flask.WHERE)\n\n"
+        "if __name__ == '__main__':\n    job()\n"
+    )
+    if "-m" in words:
+        os.chdir(tmp_path / "src")
+    done = run_job(compose.compose([words, "scale=1x2", *INLINE], claim=True))
+    assert logs(done) == ["own\n"] * 2
+
+
+def test_a_variable_that_a_program_sets_before_its_imports_is_read_by_them(tmp_path: Path) -> None:
+    set_it = "import os\nos.environ['HF_HOME'] = '/data/hf'\n"
+    (tmp_path / "own.py").write_text(
+        f"{set_it}from huggingface_hub import constants\nprint(constants.HF_HOME)\n"
+    )
+    done = run("./own.py")
+    assert logs(done) == ["/data/hf\n"] * 2
+    (warning,) = (each["text"] for each in read_events(done.dir / "events.jsonl", "warning"))
+    assert warning.startswith("own.py sets HF_HOME before it imports a package")
+
+
+def test_files_that_a_program_leaves_open_are_whole_and_its_output_may_be_closed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import gzip, os, sys, zipfile\n"
+        "packed = gzip.open(f'{os.environ[\"RANK\"]}.gz', 'wt')\n"
+        "packed.write('text')\n"
+        "archive = zipfile.ZipFile(f'{os.environ[\"RANK\"]}.zip', 'w')\n"
+        "archive.writestr('name', 'text')\n"
+        "sys.stdout.close()\n"
+        "other = open(f'{os.environ[\"RANK\"]}.txt', 'w')\n"
+        "os.system('echo from a child')\n"
+    )
+    assert logs(run("./leaves.py")) == ["from a child\n"] * 2
+    for rank in range(2):
+        assert gzip.decompress((tmp_path / f"{rank}.gz").read_bytes()) == b"text"
+        assert zipfile.ZipFile(tmp_path / f"{rank}.zip").read("name") == b"text"
+        assert (tmp_path / f"{rank}.txt").read_text() == ""
+
+
+def test_a_python_below_a_shell_script_does_not_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output appeared only at its end, and a killed one lost it."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import os; print(1); os._exit(0)'\n")
+    script.chmod(0o755)
+    assert logs(run("./run.sh")) == ["1\n"] * 2

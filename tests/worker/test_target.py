@@ -101,3 +101,24 @@ def test_a_job_or_program_that_compiles_gets_the_compiler_warm(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["", "no.such.module:f", "os.path:basename", "nothing"])
 def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(name: str) -> None:
     assert preload.modules(name, "gloo")[: len(fork_launcher.ALWAYS)] == list(fork_launcher.ALWAYS)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import os\nos.environ['TORCH_LOGS'] = 'all'\nimport torch\n", "TORCH_LOGS"),
+        ("import os\nif True:\n    os.environ.setdefault('A', '')\nfrom torch import nn\n", "A"),
+        ("import own\n", "OWN"),
+        ("import torch, os\nos.environ['TORCH_LOGS'] = 'all'\nimport json\n", ""),
+        ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch\n", ""),
+        ("import os\ndef main():\n    os.environ['A'] = ''\nimport torch\n", ""),
+        ("import os\nos.environ['A'] =\n", ""),
+    ],
+)
+def test_a_variable_that_is_set_before_an_import(source: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from os import environ\nenviron['OWN'] = '1'\nB = 2\n")
+    (file := tmp_path / "train.py").write_text(source)
+    job = replace(Job(), script=str(file))
+    assert preload.variable_set_early(job) == name
+    file.write_text(f"{source}def job(): ...\n" if name or "def" not in source else source)
+    assert preload.variable_set_early(replace(Job(), job=Target(f"{file}:job"))) == name
