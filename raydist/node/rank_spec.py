@@ -50,6 +50,7 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
         {name: value.replace(RANK_FOLDER, str(folder)) for name, value in request.env.items()}
     )
     env = {**os.environ, env_names.SCRATCH: str(folder), **given.env, **planned}
+    env.pop(env_names.NOTIFY_WEBHOOK, None)  # a secret of the driver, and no use to a rank
     if request.script:
         env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"rank-{request.rank}.error.json")
     return RankSpec(

@@ -111,6 +111,11 @@ def spec(
     return complete_spec(request, Path("/nowhere"), FromMpirun())
 
 
+def test_a_rank_does_not_get_the_webhook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYDIST_NOTIFY_WEBHOOK", "https://hooks.slack.com/secret")
+    assert "RAYDIST_NOTIFY_WEBHOOK" not in spec(tmp_path, script="train.py").env
+
+
 @requires_root
 @pytest.mark.root
 def test_no_code_of_another_user_of_the_node_runs(scratch: Path, tmp_path: Path) -> None:
