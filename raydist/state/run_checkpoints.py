@@ -13,6 +13,7 @@ delete the checkpoints of the other, or continue from them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from raydist.state.object_store import Remote, StoragePath, parse_path
 from raydist.state.write import CHECKPOINTS, FIT, META, STATE, TRAINING, place_in_run
 
 FINISHED_FITS = "finished-fits.json"
+TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+"""The beginning of the name of a run folder that nobody has named (conf/config.yaml)."""
 
 
 def trainings(run: StoragePath) -> list[StoragePath]:
@@ -137,9 +140,9 @@ def find_resume(
 ) -> StoragePath | None:
     """Return the checkpoint that `resume=` means for a run in `run_dir`; None: a new start.
 
-    auto: the newest complete one of this run folder, otherwise of the newest run folder next to it
-    that has one; but none if that run has finished. A path or URL: a checkpoint, or a run folder;
-    ConfigError if nothing complete is there.
+    auto: the newest complete one of this run folder, otherwise, if the folder is named by the time,
+    of the newest such folder next to it that has one; but none if that run has finished. A path or
+    URL: a checkpoint, or a run folder; ConfigError if nothing complete is there.
     """
     if resume == "none":
         return None
@@ -160,10 +163,16 @@ def find_resume(
 
 
 def run_and_earlier(run_dir: StoragePath) -> Iterator[StoragePath]:
-    """Yield this run folder, then those next to it, newest first."""
+    """Yield this run folder, then the earlier runs of its name, newest first.
+
+    Those are next to it, in folders that are named by the time. A folder that a person has named
+    (`hydra.run.dir=exp/lr-0.1`) is next to other experiments.
+    """
     yield run_dir
-    other_runs = (run for run in run_dir.parent.glob("*") if run != run_dir)
-    yield from sorted(other_runs, key=lambda run: run.name, reverse=True)
+    if TIME.match(run_dir.name):
+        others = (run for run in run_dir.parent.glob("*") if run != run_dir)
+        named = [run for run in others if TIME.match(run.name)]
+        yield from sorted(named, key=lambda run: run.name, reverse=True)
 
 
 def finished(run: StoragePath, checkpoint: StoragePath) -> bool:

@@ -479,32 +479,32 @@ def test_a_fit_that_an_earlier_run_has_finished_stays_finished(on_ray: Path) -> 
     """The run that resumed saved nothing of it: its restart, and the run after it, trained it
     again from the beginning."""
 
-    def run(folder: str, *words: str, struck: tuple[Fault, ...]) -> Result[Any]:
+    def run(*words: str, struck: tuple[Fault, ...]) -> Result[Any]:
         settings = ("scale=1x2", "group=inline", "watch.progress=none", "data.batch_size=8")
-        own = (f"hydra.run.dir=runs/{folder}", "seed=5", "checkpoint.every=2", "snapshot.every=0")
+        own = ("seed=5", "checkpoint.every=2", "snapshot.every=0")
         # the first batch of a fit comes before its steps count: no fault is due then
         return raydist.run(faults.two_trainings, *settings, *own, *words, struck=struck, first=3)
 
     with pytest.raises(RunFailed):
-        run("1", "restart=none", struck=(kill(1, 4),))
+        run("restart=none", struck=(kill(1, 4),))
     with pytest.raises(RunFailed) as caught:
-        run("2", "resume=auto", "restart.max=1", struck=(kill(1, 6), kill(1, 9, 1)))
+        run("resume=auto", "restart.max=1", struck=(kill(1, 6), kill(1, 9, 1)))
     assert begun(caught.value.result) == [3, 4, 3, 6]
-    assert begun(run("3", "resume=auto", struck=())) == [3, 8]
+    assert begun(run("resume=auto", struck=())) == [3, 8]
 
 
 def test_resume_auto_continues_what_was_stopped_and_not_what_has_finished(on_ray: Path) -> None:
     """The command of another training found all steps of the one before done: it made none, and
     reported success."""
     with pytest.raises(RunFailed):
-        train("hydra.run.dir=runs/1", "restart=none", struck=(kill(1, 21),))
-    rest = train("hydra.run.dir=runs/2", "resume=auto")
+        train("restart=none", struck=(kill(1, 21),))
+    rest = train("resume=auto")
     assert begun(rest) == [21]
-    new = train("hydra.run.dir=runs/3", "resume=auto", "optim.lr=0.01")
+    new = train("resume=auto", "optim.lr=0.01")
     assert begun(new) == [0]
     (text,) = new.warnings
     assert f"{rest.dir} has finished" in text
-    longer = train("hydra.run.dir=runs/4", f"resume={rest.dir}", "train.epochs=4")
+    longer = train(f"resume={rest.dir}", "train.epochs=4")
     assert begun(longer) == [48]
 
 

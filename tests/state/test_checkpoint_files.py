@@ -332,17 +332,21 @@ def test_what_resume_named_comes_first(
     assert checkpoint.latest() is None
 
 
+DAY = "2026-01-01_00-00-"
+"""The beginning of the name of a run folder."""
+
+
 def test_find(events: Seen, tmp_path: Path) -> None:
-    for run, steps in (("2026-01-01", (5,)), ("2026-01-03", (2, 4)), ("2026-01-04", ())):
+    for run, steps in ((f"{DAY}01", (5,)), (f"{DAY}03", (2, 4)), (f"{DAY}04", ())):
         stand(tmp_path / run, events)
         for step in steps:
             put(step)
-    new, three = tmp_path / "2026-01-05", tmp_path / "2026-01-03"
+    new, three = tmp_path / f"{DAY}05", tmp_path / f"{DAY}03"
     assert run_checkpoints.find_resume("none", new) is None
     assert run_checkpoints.find_resume("auto", new) == three / "checkpoints" / "step-00000004"
     assert (
-        run_checkpoints.find_resume("auto", tmp_path / "2026-01-01")
-        == tmp_path / "2026-01-01" / "checkpoints" / "step-00000005"
+        run_checkpoints.find_resume("auto", tmp_path / f"{DAY}01")
+        == tmp_path / f"{DAY}01" / "checkpoints" / "step-00000005"
     )
     assert run_checkpoints.find_resume(str(three), new) == three / "checkpoints" / "step-00000004"
     assert (
@@ -351,7 +355,9 @@ def test_find(events: Seen, tmp_path: Path) -> None:
     )
     exact = three / "checkpoints" / "step-00000002"
     assert run_checkpoints.find_resume(str(exact), new) == exact
-    assert run_checkpoints.find_resume("auto", tmp_path / "elsewhere" / "run") is None
+    assert run_checkpoints.find_resume("auto", tmp_path / "elsewhere" / f"{DAY}06") is None
+    # A folder that a person has named, next to other experiments.
+    assert run_checkpoints.find_resume("auto", tmp_path / "lr-0.1") is None
     damage(three / "checkpoints" / "step-00000004")
     warned: list[str] = []
     assert run_checkpoints.find_resume("auto", new, warned.append) == exact
@@ -366,9 +372,9 @@ def test_auto_begins_anew_after_a_finished_run_unless_a_later_training_was_kille
     Result(status="stopped", dir=run, world_size=1, checkpoint=saved).save()
     assert run_checkpoints.find_resume("auto", run, warnings.append) == saved
     Result(status="finished", dir=run, world_size=1, checkpoint=saved).save()
-    for folder in (run, tmp_path / "later"):
-        assert run_checkpoints.find_resume("auto", folder, warnings.append) is None
-    assert [f"{run} has finished" in text for text in warnings] == [True, True]
+    assert run_checkpoints.find_resume("auto", run, warnings.append) is None
+    (text,) = warnings
+    assert f"{run} has finished" in text
     assert run_checkpoints.find_resume(str(run), tmp_path / "later") == saved
     second = run_checkpoints.folder_for(run, None)
     assert second == run / "training-2" / "checkpoints"
