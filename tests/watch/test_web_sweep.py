@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from raydist.shared import kinds
 from raydist.shared.events import Events
-from raydist.watch.web.runs import find_place, list_rows
+from raydist.watch.web.runs import MAX_RUNS, find_place, list_rows
 from raydist.watch.web.sweep import Axis, FollowedSweep, SweepViewer, axes, trials_shown
 
 
@@ -173,3 +174,13 @@ def test_a_sweep_is_one_line_of_the_list_and_a_list_of_its_trials(tmp_path: Path
     assert find_place(str(folder), runs) == (folder, "")
     assert find_place(str(folder / "1"), runs) == (folder, "1")
     assert find_place("newest", runs) == (folder, "")  # its newest trial is the newest run
+
+
+def test_a_sweep_of_many_trials_hides_no_other_run(tmp_path: Path) -> None:
+    folder = sweep_json(tmp_path / "job/s", [], {"lr": "1,2"}, best=[], state="running")
+    for name in ("job/alone", *(f"job/s/{trial}" for trial in range(MAX_RUNS))):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "events.jsonl").touch()
+    os.utime(tmp_path / "job/alone/events.jsonl", (0, 0))
+    assert {row["run"] for row in list_rows(tmp_path)} == {"job/alone", "job/s"}
+    assert len(list_rows(folder)) == MAX_RUNS

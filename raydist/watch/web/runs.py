@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -51,19 +51,23 @@ class RunRow(TypedDict):
     """Whether this is a sweep: one line for all its trials."""
 
 
-def runs_below(root: Path, file: str = EVENTS) -> dict[str, Path]:
+def runs_below(
+    root: Path, file: str = EVENTS, sweeps: Collection[Path] = (), most: int | None = MAX_RUNS
+) -> dict[str, Path]:
     """Return the run folders at most three levels below `root`, the newest first.
 
     They include `root` itself; the keys are their paths below it. `file`: what identifies a folder
-    of the wanted kind. Hidden folders are left out: the doctor has one while it runs.
+    of the wanted kind. `sweeps`: folders whose trials are left out. `most`: the maximum number, or
+    None. Hidden folders are left out: the doctor has one while it runs.
     """
     paths = [
         path
         for depth in ("", "*/", "*/*/", "*/*/*/")
         for path in root.glob(depth + file)
         if not any(part.startswith(".") for part in path.relative_to(root).parts)
+        if path.parent.parent not in sweeps
     ]
-    newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_RUNS]
+    newest = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)[:most]
     return {str(path.parent.relative_to(root)): path.parent for path in newest}
 
 
@@ -78,9 +82,7 @@ def list_rows(root: Path) -> list[RunRow]:
     It has a line for each run, and one for each sweep below `root` with all its trials.
     """
     sweeps = {name: path for name, path in sweeps_below(root).items() if path != root}
-    runs = {
-        name: path for name, path in runs_below(root).items() if path.parent not in sweeps.values()
-    }
+    runs = runs_below(root, sweeps={*sweeps.values()})
     rows = [sweep_row(name, path) for name, path in sweeps.items()]
     rows += [run_row(name, path) for name, path in runs.items()]
     names = differing([row["settings"] for row in rows])

@@ -119,7 +119,8 @@ class PageServer:
 
         name = request.query.get("run") or self.first
         found = name and name == self.first  # it may be in no list: a hidden folder
-        if found or name in self.followed or name in runs_below(self.root) or self._is_trial(name):
+        found = found or name in self.followed or self._is_trial(name)
+        if found or name in runs_below(self.root, most=None):
             return self.follow(name)
         raise web.HTTPNotFound(headers=HEADERS)
 
