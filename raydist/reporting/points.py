@@ -34,6 +34,7 @@ class Position(NamedTuple):
 
 
 BEFORE_ALL = Position(1, -1)
+START = Position(1, 0)
 
 
 @dataclass
@@ -70,12 +71,18 @@ class Points:
     newest_safe: Position = BEFORE_ALL
     """The newest step in a snapshot or a checkpoint."""
     points: dict[Position, Point] = field(default_factory=dict)
+    reported: Position = START
+    """The newest step that this attempt has reported.
+
+    A report without a step belongs to it, or to step 0: what a job reports before it trains.
+    """
 
     def add(self, event: Event) -> list[Point]:
         """Process one event; return the points that it makes final, in the order of their steps."""
         match event:
             case kinds.StartsAttempt():
                 self.attempt += 1
+                self.reported = START
             case kinds.Saved():
                 saved = Position(fit_of(Path(event.path)), event.step)
                 self.newest_safe = max(self.newest_safe, saved)
@@ -94,18 +101,14 @@ class Points:
 
     def _take(self, report: kinds.Report) -> None:
         if report.step is not None:
-            at = Position.of(report.fit, report.step)
-        elif self.points:
-            at = max(self.points)
-        else:
-            return
-        self._drop_after(at._replace(step=at.step - 1))
+            self.reported = Position.of(report.fit, report.step)
+            self._drop_after(Position.of(report.fit, report.step - 1))
+        at = self.reported
         if report.kept is not None:
             self.newest_safe = max(self.newest_safe, Position.of(report.fit, report.kept))
-        if at > self.newest_released:
-            self.points.setdefault(at, Point(at, report.t, self.attempt)).values.update(
-                numbers(report.values)
-            )
+        values = numbers(report.values)
+        if at > self.newest_released and (values or report.step is not None):
+            self.points.setdefault(at, Point(at, report.t, self.attempt)).values.update(values)
 
     def _drop_after(self, last: Position) -> None:
         """Forget later steps that earlier attempts did in this fit: this attempt repeats them.

@@ -59,6 +59,11 @@ def points(*events: Event, repeats: bool = True, before: int = -1) -> list[list[
         ([report(1, 0.1), report(2, 0.2, t=HELD_S), report(3, 0.3, t=HELD_S + 1)], [[], [], [(1, 0.1)]]),
         # other ranks do not count; a report without a step belongs to the newest
         ([report(1, 0.1), report(1, 9.0, rank=1), report(None, 0.5), END], [[], [], [], [(1, 0.5)]]),
+        # or to step 0 if there is none yet: what a job reports before it trains, and again in a restart
+        ([report(None, 0.5), report(1, 0.1, kept=0), RESTART, report(None, 0.5), AFTER_1, report(2, 0.2), END],
+         [[], [(0, 0.5)], [], [], [], [], [(1, 0.1), (2, 0.2)]]),
+        # the length of the training is no value
+        ([other("report", rank=0, values={"steps": 9}), report(1, 0.1), END], [[], [], [(1, 0.1)]]),
     ],
 )  # fmt: skip
 def test_each_step_once(events: list[Event], expected: list[list[tuple[int, float]]]) -> None:
