@@ -28,6 +28,7 @@ from raydist.shared import env_names, kinds
 from raydist.shared.events import Events
 from raydist.state.object_store import StoragePath, environment, parse_path, reason
 from raydist.state.run_checkpoints import finished, newest_of_run, run_and_earlier, training_of
+from raydist.state.write import CHECKPOINTS, TRAINING
 from raydist.watch import notify, trackers
 from raydist.watch.trackers import Ledger, Task
 from raydist.watch.web.sweep import RECORD
@@ -290,13 +291,21 @@ def resumed_folder(job: Job, events: Events) -> Path | None:
 def earlier_runs(resume: str, here: StoragePath) -> list[StoragePath]:
     """Return the run folders that `resume=` may mean.
 
-    `here`: the run's own folder. Checkpoints are not verified: ranks do that.
+    Empty if it is a checkpoint with later ones in its run: the tracker has the steps after it, and
+    could not tell them from those that follow now. `here`: the run's own folder. Checkpoints are
+    not verified: ranks do that.
     """
     if resume == "none":
         return []
     if resume != "auto":
         path = parse_path(resume).absolute()
-        return [path, path.parent, training_of(path).parent, training_of(path).parent.parent]
+        training = training_of(path)
+        if training.name != CHECKPOINTS:  # a run folder, or a folder of checkpoints
+            return [path, path.parent, path.parent.parent]
+        later = training.parent.name.startswith(TRAINING)
+        run = training.parent.parent if later else training.parent
+        newest = newest_of_run(run, hashed=False)
+        return [] if newest and newest.path.absolute() != path else [run]
     for run in run_and_earlier(here):
         if newest := newest_of_run(run, hashed=False):
             return [] if finished(run, newest.path) else [run]

@@ -14,6 +14,7 @@ import pytest
 from raydist.reporting.points import Position
 from raydist.settings.config import Job
 from raydist.shared.events import Events
+from raydist.state.write import SaveRequest, write
 from raydist.watch import track
 from raydist.watch.trackers import Ending, Ledger, Task
 from raydist.watch.trackers.child import FailurePages, Follower
@@ -37,6 +38,22 @@ def test_a_new_training_in_the_folder_of_a_finished_one_has_its_own_ledger(
         with Events(tmp_path / "events.jsonl") as events:
             track.TrackerProcess("mlflow", job, events, before)
         assert Ledger.read(tmp_path, "mlflow") == found
+
+
+@pytest.mark.parametrize("inside", ["", "training-2/"])
+def test_a_run_from_an_older_checkpoint_is_a_new_one_for_trackers(
+    tmp_path: Path, inside: str
+) -> None:
+    """Its steps were dropped, as the tracker had others of the same numbers."""
+    run = tmp_path / "runs/1"
+    for step in (1, 2):
+        folder = str(run / inside / "checkpoints")
+        write(SaveRequest(step, {"n": step}, {}, 1, folder, str(run), 3, None))
+    newest, older = (run / inside / "checkpoints" / f"step-0000000{step}" for step in (2, 1))
+    here = tmp_path / "runs/2"
+    assert track.earlier_runs(str(older), here) == []
+    for named in (newest, newest.parent, run):
+        assert run in track.earlier_runs(str(named), here)
 
 
 def test_a_page_is_sent_once_it_says_what_came_of_the_failure(tmp_path: Path) -> None:
