@@ -40,17 +40,28 @@ class RemoteCall:
         return cls(function, tuple(args), kwargs, packed)
 
 
-def unpack_all(results: Sequence[RankValue]) -> tuple[tuple[Any, ...], dict[int, BaseException]]:
+def unpack_all(
+    results: Sequence[RankValue], warn: Callable[[str], None]
+) -> tuple[tuple[Any, ...], dict[int, BaseException]]:
     """Unpickle the values of the ranks and, by rank, the exceptions of those that failed.
 
-    A rank that returned nothing has the value None.
+    A rank that returned nothing has the value None; so has one whose value cannot be unpickled
+    here, with a warning: its class may be in a file that only the ranks import, or its tensors on
+    a GPU that this machine lacks.
     """
     import cloudpickle
 
     values: list[Any] = []
     exceptions: dict[int, BaseException] = {}
     for rank, result in enumerate(results):
-        values.append(None if result.value is None else cloudpickle.loads(result.value))
+        value = None
+        if result.value is not None:
+            try:
+                value = cloudpickle.loads(result.value)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                warn(f"what rank {rank} returned can't be unpickled here ({why})")
+        values.append(value)
         if result.error is not None:
             try:
                 exceptions[rank] = cloudpickle.loads(result.error)

@@ -241,7 +241,7 @@ class Attempts:
             if self._why_unwritten and any(end.rank == 0 and end.silent for end in last.ends):
                 # Now, because its fork server continues once the agents have ended.
                 self._unwritten_step = group.newest_state(SAVED_S)
-        values, exceptions = unpack_all(group.values())
+        values, exceptions = unpack_all(group.values(), self._events.warn)
         earlier = tuple(self._past[:-1])
         return replace(last, values=values, exceptions=exceptions, earlier=earlier, why_last=reason)
 

@@ -72,8 +72,10 @@ class Deal(IterableDataset[Step]):
     """Whether the last items make a step as well, if they are fewer than `count`."""
 
     def __iter__(self) -> Iterator[Step]:
-        if not self.stateful:
+        if self.state is None:
             seed_generators(self.items, self.epoch)
+        else:  # the state has that of its generators, with the seed of another epoch
+            note_first_seeds(self.items)
         # Afterwards: it may seed a generator of the source itself, as the job wants it.
         for each in epoch_setters(self.items):
             each.set_epoch(self.epoch)
@@ -215,13 +217,23 @@ def seed_generators(items: Any, epoch: int) -> None:
     A process that continues in a later epoch has not drawn what came before. In the first epoch
     the generators are left as the job has made them.
     """
-    parts = [getattr(part, "generator", None) for part in source_parts(items)]
-    # A loader and its sampler may share one.
-    for generator in {part for part in parts if isinstance(part, torch.Generator)}:
+    for generator in generators_of(items):
         drawn = generator in FIRST_SEEDS
         first = FIRST_SEEDS.setdefault(generator, generator.initial_seed())
         if epoch or drawn:
             generator.manual_seed(random_state.derive(first, epoch) if epoch else first)
+
+
+def note_first_seeds(items: Any) -> None:
+    """Note the seeds of the generators that a source has for itself, before they change."""
+    for generator in generators_of(items):
+        FIRST_SEEDS.setdefault(generator, generator.initial_seed())
+
+
+def generators_of(items: Any) -> set[torch.Generator]:
+    """Return the generators of a source: a loader and its sampler may share one."""
+    parts = [getattr(part, "generator", None) for part in source_parts(items)]
+    return {part for part in parts if isinstance(part, torch.Generator)}
 
 
 def source_parts(items: Any) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +30,10 @@ class ModelCall(NamedTuple):
     def output(self, model: torch.nn.Module) -> Any:
         """Call the model."""
         if self.train_step is not None:
-            return self.train_step(model, self.target)
+            # It may pop the labels; the batch is still needed: for the weights of the loss, and
+            # again if this is the rehearsal of a step.
+            changes = isinstance(self.target, MutableMapping | list)
+            return self.train_step(model, copy(self.target) if changes else self.target)
         return model(*self.inputs, **self.named)
 
     @property

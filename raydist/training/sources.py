@@ -66,6 +66,8 @@ class Stream(data.Order):
         self._next: Step | None = None
         self._over = self._warned = False
         self._state: State | None = None
+        self._opened: tuple[Iterator[Step] | None, Step | None] = (None, None)
+        """The next epoch, if its first step was needed before this one is closed."""
 
     @property
     def kind(self) -> str:
@@ -156,6 +158,8 @@ class Stream(data.Order):
         here = self.epoch, self.position, self._state
         self.next_epoch()
         batches = self._next.batches if self.more and self._next is not None else []
+        # A source with a state has moved on by this step: opened anew, it would begin behind it.
+        self._opened = self._steps, self._next
         self._close()
         self.epoch, self.position, self._state = here
         self._over = True
@@ -172,6 +176,8 @@ class Stream(data.Order):
             )
         super().next_epoch()
         self._close()
+        self._steps, self._next = self._opened
+        self._opened = None, None
 
     def _close(self) -> None:
         self._steps = self._next = self._state = None
@@ -207,6 +213,7 @@ class Stream(data.Order):
     def go_on(self, place: State, own: State | None) -> None:
         """Continue at the position of a saved state. `own`: this rank's part of it, if any."""
         super().go_on(place, own)
+        self._opened = None, None
         saved_by, now = place.get("ranks", 0), 0 if self.common else self.world_size
         if self.position and (saved_by != now or self.deal.kind == "ray"):
             self.position = 0

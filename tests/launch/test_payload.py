@@ -52,15 +52,21 @@ def test_a_function_that_can_not_be_pickled_is_named() -> None:
 
 
 def test_values_and_exceptions_come_back_by_rank() -> None:
+    warnings: list[str] = []
     values, exceptions = unpack_all(
         [
             RankValue(value=cloudpickle.dumps(5)),
             RankValue(),
             RankValue(error=cloudpickle.dumps(ValueError("x"))),
             RankValue(error=b"rubbish"),
-        ]
+            RankValue(value=b"cno_such_module\nThing\n."),
+        ],
+        warnings.append,
     )
-    assert values == (5, None, None, None)
+    assert values == (5, None, None, None, None)
+    # A run that had finished ended with this error, and no rank's value came back.
+    cause = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert warnings == [f"what rank 4 returned can't be unpickled here ({cause})"]
     assert list(exceptions) == [2]
     assert isinstance(exceptions[2], ValueError)
 
@@ -70,4 +76,4 @@ def test_an_exception_of_an_unknown_class_is_dropped(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import elsewhere, cloudpickle; "
     code += "sys.stdout.buffer.write(cloudpickle.dumps(elsewhere.Odd('x')))"
     parcel = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    assert unpack_all([RankValue(error=parcel)]) == ((None,), {})
+    assert unpack_all([RankValue(error=parcel)], print) == ((None,), {})

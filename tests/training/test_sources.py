@@ -148,6 +148,15 @@ def stateful_loader(**words: Any) -> Any:
     return StatefulDataLoader(TensorDataset(*tensors()), batch_size=6, sampler=sampler(), **words)
 
 
+def drawing_stateful_loader() -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    me = raydist.rank()
+    part = Subset(TensorDataset(*tensors()), range(me.rank, SIZE, me.world_size))
+    torch.manual_seed(7)  # its sampler has a generator with a seed from here
+    return StatefulDataLoader(part, batch_size=6, shuffle=True)
+
+
 def hugging_face() -> Any:
     import datasets
 
@@ -170,6 +179,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 TORCHDATA: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader": stateful_loader,
+    "StatefulDataLoader that draws": drawing_stateful_loader,
     "StatefulDataLoader with workers": functools.partial(stateful_loader, num_workers=2),
 }
 DATASETS: dict[str, Callable[[], Any]] = {
@@ -258,11 +268,56 @@ def test_an_epoch_has_each_sample_once(name: str, trained: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("every", [4, None])
+def test_a_run_that_was_stopped_between_two_epochs_goes_on_with_the_same_samples(
+    every: int | None, tmp_path: Path
+) -> None:
+    """The next epoch of a source with a state lacked its first step, or had the order of the one
+    before. Without `every` the state is that of the next epoch."""
+    names = [name for name in SOURCES if "state" in name.lower() or name.startswith("own")]
+    job = replace(JOB, train=Train(steps=12), checkpoint=Checkpoint(every=every, keep=9))
+    whole = succeeded(run_ranks(2, job, functools.partial(fit_all, names=names), tmp_path))
+    again = succeeded(run_ranks(2, job, functools.partial(fit_all, step=8, names=names), tmp_path))
+    for first, second in zip(whole, again, strict=True):
+        for name in names:
+            losses, seen, *_ = first.value[name]
+            assert second.value[name][1][1:] == seen[8:], name
+            assert second.value[name][0][1:] == losses[8:], name
+
+
 @pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("DataLoader")])
 def test_a_loader_has_another_order_in_each_epoch(name: str, trained: Any) -> None:
     for result in trained[0]:
         seen = result[name][1]
         assert seen[:8] != seen[8:16]
+
+
+def popping(job: Job) -> list[float]:
+    """Train with a step that takes the labels out of its batch, as trainers of transformers do."""
+    x, y = tensors()
+    samples: Any = [{"x": one, "labels": label} for one, label in zip(x, y, strict=True)]
+    losses: list[float] = []
+
+    def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        return nn.functional.cross_entropy(model(batch["x"]), labels)
+
+    def note(step: int, values: Any) -> None:
+        losses.append(float(values["loss"]))
+
+    source = DataLoader(samples, batch_size=6)
+    raydist.fit(job, model=Net(), train=source, train_step=step, on_step=note)
+    return losses
+
+
+def test_a_step_may_take_the_labels_out_of_its_batch(tmp_path: Path) -> None:
+    """The first step after a resume got the batch of its rehearsal, without them; and without them
+    train.loss_per=token counted another column."""
+    job = replace(JOB, train=Train(steps=4, loss_per="token"), checkpoint=Checkpoint(every=2))
+    path = tmp_path / "checkpoints" / "step-00000002"
+    (whole,) = succeeded(run_ranks(1, job, popping, tmp_path, {"RAYDIST_RESUME": ""}))
+    (rest,) = succeeded(run_ranks(1, job, popping, tmp_path / "2", {"RAYDIST_RESUME": str(path)}))
+    assert rest.value == whole.value[2:]
 
 
 SHARDED = replace(JOB, parallel=Parallel("fsdp", blocks="Linear"), snapshot=Snapshot(1))
