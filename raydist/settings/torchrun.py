@@ -310,8 +310,19 @@ def local_ranks(flag: str, flags: Mapping[str, str]) -> set[str]:
     }
 
 
+def kept_as_typed(arg: str) -> str:
+    """Return an argument so that neither a rank nor OmegaConf replaces a part of it.
+
+    The program may have interpolations of its own: `out=${data.root}/x`. OmegaConf takes a dollar
+    behind a backslash for itself, and two backslashes before an interpolation for one.
+    """
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", arguments.keep_braces(arg))
+
+
 def program_overrides(program: Sequence[str], module: bool, python: bool) -> list[str]:
     """Return script= and args=, each argument unchanged."""
+    if program[0] == "--" and len(program) > 1:  # `raydist launch --nnodes 2 -- train.py`
+        program = program[1:]
     name, args = program[0], list(program[1:])
     if module and not python:
         raise ConfigError.of(
@@ -326,5 +337,5 @@ def program_overrides(program: Sequence[str], module: bool, python: bool) -> lis
     plain = re.fullmatch(r"[-\w./ ]*", name, re.ASCII)
     return [
         f"script={name if plain else quote(name)}",
-        f"args={shlex.join(map(arguments.keep_braces, args))}",
+        f"args={shlex.join(map(kept_as_typed, args))}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raydist.settings import torchrun
-from raydist.settings.overrides import translate_overrides
+from raydist.settings import compose, config, torchrun
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
 from raydist.tools import launch
@@ -138,6 +138,7 @@ def test_defaults_come_from_torchruns_variables() -> None:
         (["--no-python", "./a.out", "1"], "./a.out", "1"),
         (["--no-python", "run.py"], "/usr/bin/env", "./run.py"),
         (["train", "--lr", "1"], sys.executable, "-u train --lr 1"),
+        (["--", "train.py", "--", "1"], "train.py", "-- 1"),
         (["train.py", "--nnodes", "7", "a=b"], "train.py", "--nnodes 7 a=b"),
         (["/data/lr=0.1/train.py"], "'/data/lr=0.1/train.py'", ""),
         (["exp (1), Müller's/train.py"], "'exp (1), Müller\\'s/train.py'", ""),
@@ -163,22 +164,24 @@ def test_the_script_and_what_is_its_own(argv: list[str], runs: str, args: str) -
         "--x={y}}",
         "é=ü",
         "$x",
+        # interpolations of the program's own
+        "out=${data.root}/x",
+        "${name}",
+        "${now:%Y}-${oc.env:HOME}",
+        "\\${name}",
+        "a\\\\${data.root}\\",
     ],
 )
-def test_arguments_arrive_as_they_stand(arg: str) -> None:
-    translated = torchrun.translate_torchrun(["train.py", "first", arg])
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    (word,) = [
-        each
-        for each in translate_overrides(translated.overrides, {"backend"})
-        if each.startswith("args=")
-    ]
-    args = OverridesParser.create().parse_override(word).value()
-    assert isinstance(args, list)
-    given = [str(getattr(each, "text", each)) for each in args]
-    arguments.check_arguments(given, "env")
-    assert arguments.fill(given, {}, "env", "gloo") == ["first", arg]
+def test_arguments_arrive_as_they_stand(
+    arg: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    translated = torchrun.translate_torchrun(["train.py", "first", arg], {})
+    job = compose.compose(translated.overrides)
+    arguments.check_arguments(job.args, "env")
+    kept = config.from_dict(json.loads(json.dumps(config.as_dict(job)))).args  # as a rank gets it
+    assert arguments.fill(kept, {}, "env", "gloo") == ["first", arg]
 
 
 @pytest.mark.parametrize(
