@@ -229,7 +229,7 @@ def settle_start(job: Job, events: Events) -> Job:
     what = Path(job.script or job.job.target.rpartition(":")[0]).name
     events.warn(
         f"{what} sets {name} before it imports a package that may read it: each rank starts as a "
-        f"new interpreter, as with start=spawn. With env.{name}=… on the command line instead, "
+        "new interpreter, as with start=spawn. With env.NAME=VALUE on the command line instead, "
         "ranks are forked, which is quicker"
     )
     return replace(job, start="spawn")

@@ -9,8 +9,9 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from raydist.node.fork_launcher import ALWAYS
 from raydist.settings.config import Job, Parallel
@@ -27,6 +28,7 @@ SHARDS = ("torch.distributed.checkpoint.state_dict",)
 COMPILER = "raydist.worker.compiler"
 """Has torch.compile ready in each rank."""
 DDP = Parallel()
+ENVIRONMENT = ("os.environ", "environ")
 READ_LATE = (
     "CUBLAS_",
     "CUDA_",
@@ -66,7 +68,8 @@ def modules(
         return script_modules(script)
     source = source_of(target)
     folder = source.parent if source and target.partition(":")[0].endswith(".py") else Path()
-    imports = imported_modules(source.read_text(encoding="utf-8")) if source else []
+    text = source.read_text(encoding="utf-8", errors="replace") if source else ""
+    imports = imported_modules(text)
     imports = [name for name in imports if not is_namesake(name, folder)]
     further = installed_imports(source, folder) if source else []
     fits = "raydist" in (*imports, *further)
@@ -121,12 +124,21 @@ def sources(first: Path) -> dict[Path, str]:
             continue
         found[file] = source = file.read_text(encoding="utf-8", errors="replace")
         unread += [
-            folder / f"{name.replace('.', '/')}.py"
+            folder / path
             for folder in (file.parent, Path())
             for name in imported_modules(source)
             if ":" not in name
+            for path in files_of(name)
         ]
     return found
+
+
+def files_of(module: str) -> Iterator[str]:
+    """Yield the files that the import of a module runs, if it is in a folder."""
+    parts = module.split(".")
+    yield f"{'/'.join(parts)}.py"
+    for count in range(1, len(parts) + 1):
+        yield f"{'/'.join(parts[:count])}/__init__.py"
 
 
 def is_namesake(name: str, folder: Path) -> bool:
@@ -150,9 +162,11 @@ def variable_set_early(job: Job) -> str:
         except (SyntaxError, ValueError):  # the rank's own traceback is better
             continue
         for node in body:
-            if found and (path != first or _imports_package(node)):
+            if found and _imports_package(node):
                 return found
             found = found or _variable_set(node)
+        if found and path != first:
+            return found
     return ""
 
 
@@ -164,24 +178,51 @@ def _imports_package(node: ast.stmt) -> bool:
 
 
 def _variable_set(node: ast.stmt) -> str:
-    """Return an environment variable that a top-level statement sets, or ""."""
+    """Return an environment variable that a top-level statement sets, or "".
+
+    `variables` if it sets some whose names are not in the statement.
+    """
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return ""
+    keys: list[ast.expr | None] = []
     for part in ast.walk(node):
         match part:
-            case ast.Assign(targets=[ast.Subscript(value=mapping, slice=key)]):
-                sets = ast.unparse(mapping) in ("os.environ", "environ")
-            case ast.Call(func=function, args=[key, *_]):
-                sets = ast.unparse(function) in (
-                    "os.environ.setdefault",
-                    "environ.setdefault",
-                    "os.putenv",
-                )
-            case _:
-                continue
-        if sets and isinstance(key, ast.Constant) and not str(key.value).startswith(READ_LATE):
-            return str(key.value)
-    return ""
+            case ast.Assign(targets=targets):
+                keys += [each.slice for each in targets if _is_entry(each)]
+            case ast.AugAssign(target=ast.Subscript(slice=key) as entry) if _is_entry(entry):
+                keys.append(key)
+            case ast.AugAssign(target=mapping, value=value) if _is_environment(mapping):
+                keys += value.keys if isinstance(value, ast.Dict) else [None]
+            case ast.Call(func=function, args=args, keywords=named):
+                keys += _keys_of_call(ast.unparse(function), args, named)
+    known = [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+    early = [name for name in known if not name.startswith(READ_LATE)]
+    return early[0] if early else "variables" if len(known) < len(keys) else ""
+
+
+def _keys_of_call(
+    function: str, args: list[ast.expr], named: list[ast.keyword]
+) -> list[ast.expr | None]:
+    """Return the names of the variables that a call sets; None for one that is not known."""
+    if function in ("load_dotenv", "dotenv.load_dotenv"):
+        return [None]
+    owner, _, method = function.rpartition(".")
+    if function == "os.putenv" or (owner in ENVIRONMENT and method == "setdefault"):
+        return list(args[:1])
+    if owner in ENVIRONMENT and method == "update":
+        keys: list[ast.expr | None] = [ast.Constant(each.arg) for each in named if each.arg]
+        for arg in args:
+            keys += arg.keys if isinstance(arg, ast.Dict) else [None]
+        return keys
+    return []
+
+
+def _is_environment(node: ast.expr) -> bool:
+    return ast.unparse(node) in ENVIRONMENT
+
+
+def _is_entry(node: ast.expr) -> TypeGuard[ast.Subscript]:
+    return isinstance(node, ast.Subscript) and _is_environment(node.value)
 
 
 def lasting_modules(modules: Iterable[str]) -> tuple[str, ...]:

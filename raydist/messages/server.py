@@ -159,11 +159,12 @@ class StatesFound(ServerReply):
 class SignalProcess(ServerMessage):
     """Send a signal to a process that was forked for this agent.
 
-    SIGKILL goes to its whole process group.
+    SIGKILL goes to its whole process group; with `group` any signal.
     """
 
     pid: int
     signal: int
+    group: bool = False
 
 
 @dataclass(frozen=True)

@@ -275,9 +275,9 @@ class AgentServer:
                     each.newest_step() for each in self.memories.values() if str(each.run) == run
                 ]
                 send_message(agent, NewestState(max(held, default=-1)), number)
-            case SignalProcess(pid, signal_number):
+            case SignalProcess(pid, signal_number, group):
                 if (child := self.children.get(pid)) and child.agent is agent:
-                    kill(pid, signal_number)
+                    kill(pid, signal_number, group)
 
     def note_fork(
         self, pid: int, agent: socket.socket, number: int, value: str = "", beat: int = -1

@@ -67,8 +67,8 @@ class Commands:
                 if (command := self._commands.get(pid)) is not None:
                     command.resize(rows, columns)
             case SignalCommand(pid, number):
-                if pid in self._commands:
-                    self._server.send(SignalProcess(pid, number))
+                if pid in self._commands:  # as a terminal would: also to what a shell has started
+                    self._server.send(SignalProcess(pid, number, group=True))
             case LeaveCommand(pid):
                 await self._leave(pid)
         return None

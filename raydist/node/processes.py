@@ -23,13 +23,14 @@ SIGNAL_S = 0.2
 """Seconds that a rank's signal handler has to write its stack."""
 
 
-def kill(pid: int, number: int) -> bool:
+def kill(pid: int, number: int, group: bool = False) -> bool:
     """Send a signal to a child; return False if it belongs to another user, as `sudo` does.
 
-    SIGKILL goes to the child's process group, or to the child alone if it has not made one yet.
+    SIGKILL, or with `group` any signal, goes to the child's process group, or to the child alone if
+    it has not made one yet.
     """
     try:
-        if number == signal.SIGKILL and os.getpgid(pid) == pid:
+        if (group or number == signal.SIGKILL) and os.getpgid(pid) == pid:
             os.killpg(pid, number)
         else:
             os.kill(pid, number)

@@ -130,7 +130,7 @@ class RankProcess:
         self._writer = writer
         self._explain = explain
         self._oom_count = oom.read_count(self.pid)
-        """The kernel's count of OOM kills when the rank started."""
+        """The kernel's count of OOM kills when the rank began this attempt."""
         self._stopping = False
         self._stop_requested = False
         """See RankEnd.stop_requested."""
@@ -165,6 +165,7 @@ class RankProcess:
         self.channel.parked_at = 0.0
         self._stopping = False
         self._stop_requested = False
+        self._oom_count = oom.read_count(self.pid)
         self.channel.tell(GoOn(self.reports.begin(request)))
         return True
 

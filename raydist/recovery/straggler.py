@@ -39,7 +39,9 @@ class Stragglers:
     times: dict[int, Own] = field(default_factory=dict)
     strikes: dict[int, int] = field(default_factory=dict)
     """Consecutive checks in which a rank was slow."""
-    reported_ranks: frozenset[int] = frozenset()
+    fine: dict[int, int] = field(default_factory=dict)
+    """Consecutive checks in which a rank that was reported was not slow."""
+    reported: dict[int, Slow] = field(default_factory=dict)
     _due: float = 0.0
     _compared_steps: dict[int, int] = field(default_factory=dict)
 
@@ -68,10 +70,19 @@ class Stragglers:
         slow = {each.rank: each for each in slower(self.times, self.hosts, self.percent)}
         self.strikes = {rank: self.strikes.get(rank, 0) + 1 for rank in slow}
         lasting = frozenset(rank for rank, count in self.strikes.items() if count >= LASTING)
-        if lasting <= self.reported_ranks:
+        fine = [rank for rank in self.reported if rank not in slow]
+        self.fine = {rank: self.fine.get(rank, 0) + 1 for rank in fine}
+        if lasting <= self.reported.keys():
             return []
-        self.reported_ranks |= lasting
+        self.reported |= {rank: slow[rank] for rank in lasting}
         return [slow[rank] for rank in sorted(lasting)]
+
+    @property
+    def slow_now(self) -> list[Slow]:
+        """The ranks that were reported, as they were then, without those that have recovered."""
+        return [
+            each for rank, each in sorted(self.reported.items()) if self.fine.get(rank, 0) < LASTING
+        ]
 
 
 @dataclass
@@ -115,10 +126,13 @@ class SlowRanks:
     """The ranks of an attempt that slow down the others: by their own work, or by long pauses."""
 
     def __init__(self, hosts: Sequence[str], percent: float, together: int) -> None:
-        self.latest: list[Slow] = []
-        """The stragglers in the latest report."""
         self._stragglers = Stragglers(hosts, percent)
         self._pauses = Pauses(hosts, together)
+
+    @property
+    def latest(self) -> list[Slow]:
+        """The stragglers that were reported and have not recovered."""
+        return self._stragglers.slow_now
 
     @property
     def times(self) -> Mapping[int, Own]:
@@ -129,7 +143,6 @@ class SlowRanks:
         """Record a rank's times and its share of pauses; return the events that follow."""
         found = []
         if slow := self._stragglers.note(rank, own, now):
-            self.latest = slow
             found.append(as_event(slow))
         if long := self._pauses.note(rank, pauses, now):
             found.append(long)

@@ -70,6 +70,8 @@ def setting_fields(
 
 
 SETTINGS = dict(setting_fields())
+LISTS = [name for name, field in SETTINGS.items() if field.type == "list[str]"]
+"""Settings that are typed as a list, or as in a shell."""
 PARTS = frozenset(name[: dot.start()] for name in SETTINGS for dot in re.finditer(r"\.", name))
 OPEN = tuple(name for name, field in SETTINGS.items() if str(field.type).startswith("dict["))
 """The dictionaries: settings that accept any key."""
@@ -86,6 +88,8 @@ def example(key: str) -> str:
     kind = str(field.type).partition(" | ")[0] if field else ""
     if kind.startswith("dict"):
         return f"{key}.NAME=VALUE"
+    if kind.startswith("list"):
+        return f"{key}=[VALUE,VALUE]"
     default = field.default if field and field.default not in (None, "") else None
     value = (
         default
@@ -159,7 +163,9 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
         raise override.wrong("a setting cannot be removed", example(key))
     if sign == "+":
         raise override.wrong("the setting exists already", f"{key}={value}")
-    if key in ("args", "pip", "track", "notify.events"):
+    if key == "fabric.hca" and not multirun and not value.startswith(("[", "$")):
+        value = value.replace(",", " ")  # as NCCL_IB_HCA has them
+    if key in LISTS:
         return f"{key}={as_list(key, value)}"
     if key in ("watch.output", "sweep.objective", "notify.webhook", "notify.command"):
         return f"{key}={quote(_unquote(value))}"  # its commas do not separate values of a sweep

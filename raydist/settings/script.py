@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,6 +38,10 @@ def resolve_script(script: str) -> str:
     path = Path(os.path.abspath(expand_home("script", script)))
     if path.is_file():
         return str(path)
+    first, _, args = script.partition(" ")
+    if args and (shutil.which(first) or os.path.isfile(first)):
+        cause = "it is a program without its arguments"
+        raise ConfigError.of("script", script, cause, f"script={first} args='{args.strip()}'")
     if "/" not in script and not script.endswith(".py"):
         return script
     raise missing_path("script", script, path)

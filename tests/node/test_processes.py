@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 
+import psutil
 import pytest
 
 from raydist.node import processes
 from raydist.node.processes import end_all_of, identify
+from tests.waiting import wait_until
 
 
 def test_a_process_that_may_not_be_killed_is_not_waited_for(
@@ -26,3 +29,14 @@ def test_a_process_that_may_not_be_killed_is_not_waited_for(
         assert foreign.poll() is None
         assert own.wait() == -9
         foreign.kill()
+
+
+def test_a_signal_for_a_group_reaches_what_a_shell_has_started() -> None:
+    """Ctrl-C of `raydist exec` ended the shell's command only at the second time: the shell went on
+    with the next one."""
+    command = ["bash", "-c", "sleep 60; echo the next command"]
+    shell = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    wait_until(lambda: bool(psutil.Process(shell.pid).children()), "sleep runs")
+    assert processes.kill(shell.pid, signal.SIGINT, group=True)
+    assert shell.communicate(timeout=30)[0] == b""
+    assert shell.returncode in (-signal.SIGINT, 128 + signal.SIGINT)

@@ -98,6 +98,17 @@ def test_only_who_is_slow_for_long_is_named_and_once() -> None:
     assert not any(looks(Stragglers(HOSTS, 0), *many))
 
 
+def test_a_rank_that_has_recovered_is_not_slow_at_the_end() -> None:
+    """It counted as an incident of its node, which was avoided after the second."""
+    slow, even = (50.0, 50.0, 50.0, 62.0), (50.0, 50.0, 50.0, 50.0)
+    stragglers = Stragglers(HOSTS, 10)
+    looks(stragglers, *[slow] * 8, even)
+    assert [each.rank for each in stragglers.slow_now] == [3]
+    stragglers = Stragglers(HOSTS, 10)
+    looks(stragglers, *[slow] * 8, *[even] * 8)
+    assert stragglers.slow_now == []
+
+
 def test_a_run_that_stands_still_tells_nothing_new() -> None:
     stragglers = Stragglers(HOSTS, 10)
     for number in range(20):

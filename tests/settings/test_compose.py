@@ -471,3 +471,9 @@ def test_a_folder_that_the_user_cannot_read_has_no_conf(
         assert "raydist://" in str(composing.search_path())
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize("typed", ["mlx5_0,mlx5_1", "[mlx5_0,mlx5_1]", "mlx5_0 mlx5_1"])
+def test_hcas_are_typed_as_nccl_has_them(typed: str) -> None:
+    """The refusal advised what was refused, too."""
+    assert compose([f"fabric.hca={typed}"]).fabric.hca == ["mlx5_0", "mlx5_1"]

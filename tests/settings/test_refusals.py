@@ -359,6 +359,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "init_method=tcp",
     ),
     "open quote": (["script=train.py", "args='a"], "args", "'a", "args=[VALUE,VALUE]"),
+    "script with arguments": (
+        ["script=python -u train.py --lr 1"],
+        "script",
+        "python -u train.py --lr 1",
+        "script=python args='-u train.py --lr 1'",
+    ),
     "script misspelt": (["script=trian.py"], "script", "trian.py", "script=train.py"),
     "script module missing": (
         ["script=-m jsn.tool"],

@@ -184,6 +184,13 @@ def test_wrong_words_are_refused_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_overrides_of_a_program_are_no_concern_of_it() -> None:
+    """The doctor advises to type its own here: backend=script was refused without the script."""
+    for word in ("backend=script", "script=train.py", "args=x", "job=gpt", "job.args.size=1m"):
+        assert bandwidth._names_job(word)
+    assert not bandwidth._names_job("backend=nccl")
+
+
 def test_help_names_every_operation(capsys: pytest.CaptureFixture[str]) -> None:
     assert bandwidth.main(["--help"]) == 0
     text = capsys.readouterr().out

@@ -109,6 +109,12 @@ def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(nam
         ("import os\nos.environ['TORCH_LOGS'] = 'all'\nimport torch\n", "TORCH_LOGS"),
         ("import os\nif True:\n    os.environ.setdefault('A', '')\nfrom torch import nn\n", "A"),
         ("import own\n", "OWN"),
+        ("import package.part\n", "PACKAGE"),
+        ("import os\nos.environ.update({'A': '1'}, B='2')\nimport torch\n", "B"),
+        ("import os\nos.environ |= {'NCCL_DEBUG': '1', 'C': '2'}\nimport torch\n", "C"),
+        ("import os\na = os.environ['D'] = '1'\nimport torch\n", "D"),
+        ("import os\nfor n in 'ab':\n    os.environ[n] = ''\nimport torch\n", "variables"),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch\n", "variables"),
         ("import torch, os\nos.environ['TORCH_LOGS'] = 'all'\nimport json\n", ""),
         ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch\n", ""),
         ("import os\ndef main():\n    os.environ['A'] = ''\nimport torch\n", ""),
@@ -116,7 +122,9 @@ def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(nam
     ],
 )
 def test_a_variable_that_is_set_before_an_import(source: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("from os import environ\nenviron['OWN'] = '1'\nB = 2\n")
+    (tmp_path / "own.py").write_text("from os import environ\nenviron['OWN'] = '1'\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("import os\nos.environ['PACKAGE'] = '1'\n")
     (file := tmp_path / "train.py").write_text(source)
     job = replace(Job(), script=str(file))
     assert preload.variable_set_early(job) == name

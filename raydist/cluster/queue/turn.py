@@ -38,7 +38,7 @@ from raydist.cluster.queue.stop_cost import StopCost, cost_after
 from raydist.cluster.queue.wait_limits import WaitLimits
 from raydist.settings.config import Job
 from raydist.shared import kinds, signals
-from raydist.shared.errors import RaydistError, Stopped
+from raydist.shared.errors import ConfigError, RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.kinds import Event
 
@@ -467,6 +467,11 @@ def seen_cluster(job: Job) -> Cluster:
     nodes, types = connect.remaining_nodes(), connect.node_types()
     if types is None:
         return Cluster(nodes, None)
-    chosen, kinds_of_node = select_nodes(nodes, types, job.scale.labels)
+    try:
+        chosen, kinds_of_node = select_nodes(nodes, types, job.scale.labels)
+    except ConfigError:
+        # No node has the labels now: the last one is drained, or lost. The run has been placed or
+        # checked before, and waits for another one.
+        return Cluster(nodes, [])
     coming = still_to_come(kinds_of_node, chosen)
     return Cluster(nodes, [(kind.resources, number) for kind, number in coming])

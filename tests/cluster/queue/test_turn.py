@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from raydist.cluster import placement, ray_private
+from raydist.cluster import connect, placement, ray_private
 from raydist.cluster.queue import others, store, turn, wait_limits
 from raydist.cluster.queue.entry import (
     CANCEL,
@@ -55,6 +55,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([node(1, 0), node(2, 0)]))
     return clock
+
+
+def test_a_run_waits_while_no_node_has_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one was drained: the run that waited, or had left it, ended with an error."""
+    head = replace(node(1, 0), labels={})
+    monkeypatch.setattr(connect, "remaining_nodes", lambda: [head])
+    monkeypatch.setattr(connect, "node_types", lambda: ())
+    job = Job(scale=Scale(per_node=1, labels={"pool": "gpu"}))
+    assert turn.seen_cluster(job) == Cluster([head], [])
 
 
 JOB = Job(scale=Scale(per_node=1), backend=Backend(name="gloo"))
