@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from raydist import cli
 from tests.conftest import ROOT
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+FIRST_PAGES = [ROOT / "README.md", ROOT / "docs/first-hour.md"]
+"""What a new person reads."""
+PAGES = [*FIRST_PAGES, *sorted({*ROOT.glob("docs/*.md")} - {*FIRST_PAGES})]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^ {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 """A fenced block with its language, or an indented one."""
 COMMAND = re.compile(r"^(?:\$ )?((?:[A-Z_]+=\S+ )*(?:python|torchrun|raydist) .*)$")
 IN_A_SENTENCE = re.compile(r"`((?:python -m (?:raydist|bench)|raydist [a-z])[^`]*)`")
 
 
-def commands_on_pages() -> list[tuple[str, ...]]:
+def commands_on_pages(pages: Sequence[Path] = PAGES) -> list[tuple[str, ...]]:
     """Return the words of each command on the pages that starts Python, torchrun or raydist,
     once."""
-    return list(dict.fromkeys(words(line) for page in PAGES for line in lines(page.read_text())))
+    return list(dict.fromkeys(words(line) for page in pages for line in lines(page.read_text())))
 
 
 def lines(page: str) -> Iterator[str]:

@@ -36,22 +36,20 @@ def servers(*words: str) -> set[int]:
     return {pid for pid in raydist.run(parent, *WORDS, *words).values if pid}
 
 
-@pytest.mark.parametrize("group", ["group=ray", "group=inline"])
-def test_two_runs_of_a_program_have_one_server(on_ray: Path, group: str) -> None:
+def assert_one_server(group: str) -> set[int]:
+    """Return the fork server that two runs of this program have."""
     first = servers(group)
     assert len(first) == 1
     assert servers(group) == first
-    assert alive(first.pop())  # it stays
+    assert alive(*first)  # it stays
+    return first
 
 
-def test_ranks_with_other_threads_have_another_server(on_ray: Path) -> None:
-    assert servers() != servers("scale.cpus=2")
-
-
-def test_an_agent_with_other_limits_starts_its_own_server(
+def test_runs_have_one_server_unless_threads_or_limits_differ(
     on_ray: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_home = servers()
+    at_home = assert_one_server("group=ray")
+    assert servers("scale.cpus=2") != at_home
     monkeypatch.setattr(
         warm_server, "heritage", lambda: [*fork_launcher.heritage(), "another limit of memlock"]
     )
@@ -75,8 +73,8 @@ def test_processes_and_files_of_ranks_are_gone_after_the_run(on_ray: Path) -> No
     assert set(kept) == {"boot", "fork", "server.log"}
 
 
-def test_a_dead_server_is_replaced(on_ray: Path) -> None:
-    first = servers("group=inline")
+def test_without_ray_runs_have_one_server_and_a_dead_one_is_replaced(on_ray: Path) -> None:
+    first = assert_one_server("group=inline")
     for one in warm_server._servers.values():
         one.end()
     assert servers("group=inline") != first
@@ -157,9 +155,10 @@ PROGRAM = """
         return os.getppid(), mine.VALUE
 
     Path("mine.py").write_text("VALUE = 1")
-    found = [raydist.run("train.py:job", {words}).values]
+    found = [raydist.run("train.py:job", {words}, "scale=1x2").values]
     Path("mine.py").write_text("VALUE = 22")
-    found += [raydist.run("train.py:job", {words}, {more}).values]
+    for scale in {others}:
+        found += [raydist.run("train.py:job", {words}, scale).values]
     print("FOUND", json.dumps(found))
 """
 TRAIN = """
@@ -172,19 +171,24 @@ TRAIN = """
 
 
 @pytest.mark.parametrize(
-    ("group", "more"), [("group=ray", ""), ("group=ray", "'scale=1x5'"), ("group=inline", "")]
+    ("group", "others", "rays"),
+    [
+        ("group=ray", ["scale=1x2", "scale=1x5"], [True, False, True]),
+        ("group=inline", ["scale=1x2"], []),
+    ],
 )
-def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(
-    tmp_path: Path, group: str, more: str
+def test_runs_in_one_program_see_edited_files_and_leave_nothing(
+    tmp_path: Path, group: str, others: list[str], rays: list[bool]
 ) -> None:
     """With Ray: the one that the first run has started serves the second too, unless that needs a
     larger one."""
     import json
     import tempfile
 
-    words = f"'{group}', 'backend=gloo', 'watch.progress=none'" + ("" if more else ", 'scale=1x2'")
+    words = f"'{group}', 'backend=gloo', 'watch.progress=none'"
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM).format(words=words, more=more))
+    program = textwrap.dedent(PROGRAM).format(words=words, others=others)
+    (tmp_path / "program.py").write_text(program)
     with tempfile.TemporaryDirectory(prefix="p-") as tmp:
         env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         env |= {"TMPDIR": tmp, "PYTHONPATH": str(Path(raydist.__file__).parent.parent)}
@@ -197,14 +201,15 @@ def test_two_runs_in_one_program_see_edited_files_and_leave_nothing(
             timeout=200,
         )
         assert done.returncode == 0, done.stderr
-        first, second = json.loads(re.findall(r"FOUND (.*)", done.stdout)[0])
-        assert [value for _, value in first] == [1] * len(first)
-        assert [value for _, value in second] == [22] * (5 if more else 2)
-        assert {pid for pid, _ in first} == {pid for pid, _ in second}
+        first, *later = json.loads(re.findall(r"FOUND (.*)", done.stdout)[0])
+        assert [value for _, value in first] == [1] * 2
+        for run, scale in zip(later, others, strict=True):
+            assert [value for _, value in run] == [22] * int(scale[-1])
+            assert {pid for pid, _ in run} == {pid for pid, _ in first}
         assert (
             remaining_processes(tmp, within=90) == []
         )  # a Ray worker that is still starting notices late that its raylet is gone
         assert server_folders(Path(tmp)) == []
     started = [event["started"] for path in sorted(tmp_path.glob("runs/*/*/events.jsonl"))
                for event in read_events(path) if event["kind"] == "cluster" and event["address"]]  # fmt: skip
-    assert started == ([] if "inline" in group else [True, bool(more)])
+    assert started == rays

@@ -49,7 +49,6 @@ WORDS = (
 )
 DIVISIONS = {
     "ddp": ("train.recompute=selective",),
-    "fsdp": ("parallel=fsdp", "train.recompute=blocks"),
     "hsdp": ("parallel=hsdp", "parallel.shard=2", "train.recompute=selective"),
     "tp": ("parallel=tp", "parallel.tp=2", "train.recompute=blocks"),
     "pp": ("parallel=fsdp", "parallel.pp=2", "train.recompute=selective"),

@@ -154,11 +154,6 @@ def refused(host: Host, folder: Path) -> None:
     assert "set scale=3x1" in screen
 
 
-def test_what_no_kind_of_node_can_hold_is_refused_at_once(host: Host, tmp_path: Path) -> None:
-    refused(host, tmp_path / "run")
-    assert alive(host) == 1
-
-
 def test_rays_second_autoscaler_is_understood_too(tmp_path: Path) -> None:
     with head({**CLUSTER, "provider": NEWER}, NEWER_ENV) as newer:
         assert any("autoscaler/v2/monitor.py" in line for line in newer.processes().values())
@@ -177,6 +172,8 @@ def test_rays_second_autoscaler_is_understood_too(tmp_path: Path) -> None:
 
 
 def test_a_job_waits_for_nodes_grows_with_them_and_they_go(host: Host, tmp_path: Path) -> None:
+    """One that no kind of node can hold has brought none before."""
+    refused(host, tmp_path / "never")
     run = start(host, tmp_path / "run", "scale=1..2x2")
     wait_until(lambda: bool(events(tmp_path / "run", "plan")), "plan", 100)
     wait, *_ = events(tmp_path / "run", "wait")

@@ -7,7 +7,6 @@ Ray looks for lost nodes as it does by default: it would need a minute.
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import pytest
 from raydist.shared.kinds import EventJson
 from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
-from tests.scenarios.test_restart_nodes import ROOT, events, left, lost, reached, result, start
+from tests.scenarios.test_restart_nodes import ROOT, events, left, reached, result, start
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.slow, requires_root]
@@ -37,14 +36,23 @@ def rig() -> Iterator[Rig]:
 
 
 @contextmanager
-def running(rig: Rig, folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def cut_off(rig: Rig, host: Host) -> Iterator[None]:
+    """Pull the cable of a host. It is plugged in again before Ray takes the host for dead."""
+    rig.cut(host)
+    try:
+        yield
+    finally:
+        rig.restore(host)
+
+
+@contextmanager
+def running(rig: Rig, folder: Path, *words: str) -> Iterator[None]:
     """A run that has trained for a while; afterwards nothing of it is left on any host."""
     run = start(rig, folder, LONG, *words)
     try:
         wait_until(lambda: reached(folder, 20), lambda: (folder / "screen.txt").read_text(), 120)
-        yield run
-        if run.poll() is None:
-            run.send_signal(signal.SIGINT)
+        yield
+        run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130, (folder / "screen.txt").read_text()
     finally:
         run.kill()
@@ -87,24 +95,22 @@ def pids_on(folder: Path, host: Host) -> set[int]:
 
 
 def test_a_spare_takes_over_before_ray_gives_up_the_host(rig: Rig, tmp_path: Path) -> None:
-    """All ranks begin anew; test_in_place_nodes has one that stays."""
+    """All ranks begin anew; in test_restart_nodes some stay."""
     folder = tmp_path / "spare"
     words = ("scale=2x1", "scale.spares=1", "backend=gloo", "restart.in_place=off")
-    with running(rig, folder, *words) as run:
+    with running(rig, folder, *words):
         time.sleep(WARM_S)
         victim = other_host(rig, folder)
-        with lost(rig, victim, cut=True, cpus=1, env=ENV):
+        with cut_off(rig, victim):
             wait_until(lambda: events(folder, "restarted"), "the next step", 120)
-            (end,) = causes(folder)
-            assert (end["how"], end["host"]) == ("lost", victim.name)
-            assert end["why"].startswith(UNREACHABLE)  # Ray would have said something else
-            (back,) = events(folder, "restarted")
-            assert back["repeated"] <= 1
-            assert "kept" not in back
-            wait_for_steps(folder, 20)
-            assert victim.name not in {slot["host"] for slot in slots(folder)}
-            run.send_signal(signal.SIGINT)
-            assert run.wait(60) == 130, (folder / "screen.txt").read_text()
+        (end,) = causes(folder)
+        assert (end["how"], end["host"]) == ("lost", victim.name)
+        assert end["why"].startswith(UNREACHABLE)  # Ray would have said something else
+        (back,) = events(folder, "restarted")
+        assert back["repeated"] <= 1
+        assert "kept" not in back
+        wait_for_steps(folder, 20)
+        assert victim.name not in {slot["host"] for slot in slots(folder)}
     assert len(result(folder)["restarts"]) == 1
 
 
@@ -118,11 +124,8 @@ def test_an_elastic_run_shrinks_before_ray_gives_up_the_host_and_grows_again(
         victim = other_host(rig, folder)
         old = pids_on(folder, victim)
         assert len(old) == 1
-        rig.cut(victim)
-        try:
+        with cut_off(rig, victim):
             wait_until(lambda: len(slots(folder)) == 2, "two ranks", 120)
-        finally:  # at once: Ray is to take the host for alive when the cable is plugged in again
-            rig.restore(victim)
         (end,) = causes(folder)
         assert (end["how"], end["host"]) == ("lost", victim.name)
         assert end["why"].startswith(UNREACHABLE)

@@ -62,14 +62,17 @@ def line_of(text: str) -> int:
 SCALE = line_of("    return scale")
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
-    (tmp_path / FILE).write_text(textwrap.dedent(PROGRAM))
-    program = Program(tmp_path, f"script={FILE}", "scale=1x2", "group=inline", *LIMITS)
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """A run that editors come to, one after the other; it ends as without them."""
+    folder = tmp_path_factory.mktemp("debugged")
+    (folder / FILE).write_text(textwrap.dedent(PROGRAM))
+    program = Program(folder, f"script={FILE}", "scale=1x2", "group=inline", *LIMITS)
     program.wait_for_step(3)
     yield program
-    program.process.kill()
-    program.process.wait()
+    assert program.process.poll() is None, program.screen
+    (folder / "end").touch()
+    assert program.wait(LIMIT_S) == 0
 
 
 class Command:
@@ -123,8 +126,9 @@ def state(program: Program, rank: int) -> str:
     return str(json.loads(done.stdout.splitlines()[rank])["state"])
 
 
-def test_an_editor_debugs_a_rank_and_the_run_ends_as_without_it(program: Program) -> None:
+def test_an_editor_debugs_a_rank_and_the_run_goes_on(program: Program) -> None:
     file = str(program.folder / FILE)
+    before = [each["command"] for each in program.events("operated")].count("debug")
     with command(program.folder, "rank=1") as typed:
         assert typed.launch["connect"]["host"] == "127.0.0.1"
         editor = Editor(typed.launch, program.folder)
@@ -159,14 +163,13 @@ def test_an_editor_debugs_a_rank_and_the_run_ends_as_without_it(program: Program
         assert typed.end().endswith("the rank continues\n")
     goes_on(program)
     assert not state(program, 1).startswith("debugger")
-    assert [each["command"] for each in program.events("operated")].count("debug") == 1
+    operated = [each["command"] for each in program.events("operated")]
+    assert operated.count("debug") == before + 1
 
     # pdb afterwards; the rank may be inside a function of torch, which does not know `rank`
     said = debug(program.folder, "p __import__('os').environ['RANK']\nq\n", "rank=1")
     assert "(rank 1) '1'" in said
     goes_on(program)
-    (program.folder / "end").touch()
-    assert program.wait(LIMIT_S) == 0
 
 
 def leave_at_once(typed: Command, editor: Editor) -> None:
@@ -195,14 +198,14 @@ def terminate(typed: Command, editor: Editor) -> None:
 def test_who_leaves_a_rank_that_is_stopped_lets_it_go_on(
     leave: Callable[[Command, Editor], None], program: Program
 ) -> None:
+    """The next test, in the same run, is another session."""
     file = str(program.folder / FILE)
-    for _ in range(2):  # another session may follow
-        with command(program.folder, "rank=0") as typed:
-            editor = Editor(typed.launch, program.folder)
-            editor.attach({file: [SCALE]})
-            editor.stopped_at()
-            leave(typed, editor)
-        goes_on(program)
+    with command(program.folder, "rank=0") as typed:
+        editor = Editor(typed.launch, program.folder)
+        editor.attach({file: [SCALE]})
+        editor.stopped_at()
+        leave(typed, editor)
+    goes_on(program)
 
 
 def test_an_editor_takes_over_where_a_breakpoint_waits(program: Program) -> None:

@@ -17,8 +17,8 @@ from raydist.state import checkpoint_files
 from raydist.worker import checkpoint
 from tests.horovod_ranks import requires_horovod
 from tests.leftovers import server_folders
-from tests.programs import HEAD, Program
-from tests.scenarios.test_drain import drain
+from tests.programs import HEAD, KEEP_WARM_S, Program
+from tests.scenarios.test_drain import LEFT_S, drain
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,17 @@ class Site:
     def __init__(self, cluster: Any, tmp: Path) -> None:
         self.cluster, self.tmp = cluster, tmp
         self.added: list[Any] = []
+        self.drained: list[Any] = []
         self.runs: list[Program] = []
+
+    def have(self, count: int) -> list[Any]:
+        """Return as many nodes besides the first. A node that an earlier test has left serves again:
+        Ray takes seconds to start one."""
+        while len(self.added) > count:
+            self.remove(self.added[-1])
+        while len(self.added) < count:
+            self.add()
+        return list(self.added)
 
     def add(self, cpus: int = 1) -> Any:
         self.added.append(self.cluster.add_node(num_cpus=cpus))
@@ -93,6 +103,11 @@ class Site:
     def remove(self, node: Any) -> None:
         self.added.remove(node)
         self.cluster.remove_node(node)
+
+    def drain(self, node: Any) -> None:
+        self.added.remove(node)
+        self.drained.append(node)
+        drain(self.cluster.address, node.node_id)
 
     def start(self, folder: Path, *words: str, module: str = "raydist.train") -> Program:
         folder.mkdir()
@@ -117,12 +132,12 @@ class Site:
         return [path for path in server_folders(self.tmp) if path.endswith(node[-8:])]
 
     def tidy(self) -> None:
-        """Only the first node, and no run."""
+        """No run, and no node that leaves."""
         for run in self.runs:
             run.process.kill()
             run.process.wait()
-        for node in list(self.added):
-            self.remove(node)
+        while self.drained:
+            self.cluster.remove_node(self.drained.pop())
 
 
 @contextmanager
@@ -132,6 +147,8 @@ def site_of(folder: Path, head_cpus: int) -> Iterator[Site]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
+        # The nodes' limit for all runs: it is the programs that keep a server for the next one.
+        patch.setenv("RAYDIST_KEEP_WARM_S", KEEP_WARM_S)
         args = {**HEAD, "num_cpus": head_cpus, "_system_config": QUICK}
         site = Site(Cluster(initialize_head=True, head_node_args=args), folder)
         yield site
@@ -194,16 +211,16 @@ def sharded_weights(run: Program, whole: dict[str, torch.Tensor]) -> dict[str, t
     return model
 
 
-def test_a_run_goes_on_with_fewer_nodes_and_with_more(
-    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+def test_a_run_goes_on_with_fewer_nodes_and_with_more_and_avoids_one_of_the_ledger(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, third = site.add(), site.add()
-    run = site.start(tmp_path / "run", "scale=1..3x1")
+    site.have(3)
+    bad = site.add(cpus=4)  # Ray takes the one with the most room first
+    monkeypatch.setenv("BAD", bad.node_id)
+    run = site.start(tmp_path / "run", "scale=1..3x1", module="known")
     run.wait_for_step(3)
     assert sizes(run) == [3]
-    site.remove(third)
-    resized(run, 3, 2)
-    site.add()
+    site.remove(node_of(site, run))
     resized(run, 3, 2, 3)
     assert same(ended(run), whole)
     lost, grown = run.events("restarted")
@@ -218,14 +235,18 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(
         if event["rank"] == 0 and "loss" in event["values"]
     ]
     assert len(steps) - len(set(steps)) <= lost["repeated"]
+    used = [slot["node"] for event in run.events("plan", "resize") for slot in event["slots"]]
+    assert bad.node_id not in used
+    avoided = {(event["node"], event["avoided"]) for event in run.events("avoid")}
+    assert avoided == {(bad.node_id, True)}
+    site.remove(bad)
 
 
 @pytest.mark.timeout(600)
 def test_a_run_in_shards_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
-    site.add()
-    site.add()
+    site.have(2)
     queued = ("scale=2..3x1", "queue.shrink=true", "queue.exempt_s=0")
     run = site.start(tmp_path / "run", *queued, "parallel=fsdp", "parallel.blocks=Linear")
     run.wait_for_step(1)
@@ -254,7 +275,7 @@ def test_a_run_in_shards_gives_up_a_node_to_an_urgent_one_and_takes_it_again(
 def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
-    _, third, fourth = (site.add() for _ in range(3))
+    _, third, fourth = site.have(3)
     run = site.start(
         tmp_path / "run",
         "scale=1..4x1",
@@ -285,7 +306,7 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
 def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(
     site: Site, tmp_path: Path
 ) -> None:
-    second = site.add()
+    (second,) = site.have(1)
     run = site.start(tmp_path / "run", "scale=2..3x1", "scale.wait_s=2", "snapshot.every=1")
     run.wait_for_step(3)
     site.remove(second)
@@ -306,6 +327,7 @@ def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_di
 def test_horovod_goes_on_with_more_ranks(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
+    site.have(0)
     run = site.start(
         tmp_path / "run",
         "backend=horovod",
@@ -321,52 +343,9 @@ def test_horovod_goes_on_with_more_ranks(
     assert (grown["resized"], grown["repeated"]) == (True, 0)
 
 
-def test_a_spare_takes_over_and_its_server_was_warm(
-    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
-) -> None:
-    others = [site.add() for _ in range(2)]
-    run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1")
-    run.wait_for_step(3)
-    (plan,) = run.events("plan")
-    lost = next(node for node in others if node.node_id in [slot["node"] for slot in plan["slots"]])
-    (spare,) = plan["spares"]
-    run.wait_until(lambda: len(site.servers_of(spare["node"])) == 1, "server on the spare")
-    warm = site.servers_of(spare["node"])
-    site.remove(lost)
-    run.wait_until(lambda: len(run.events("restarted")) == 1, "step after that")
-    assert site.servers_of(spare["node"]) == warm
-    (taken,) = run.events("takeover")
-    assert (taken["instead"], taken["node"]) == (lost.node_id, spare["node"])
-    assert same(ended(run), whole)
-    assert (sizes(run), len(run.result()["restarts"])) == ([2], 1)
-
-
-def test_a_run_grows_beside_a_node_that_the_ledger_avoids(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    second, third, bad = (
-        site.add(),
-        site.add(),
-        site.add(cpus=4),
-    )  # Ray takes the one with the most room first
-    monkeypatch.setenv("BAD", bad.node_id)
-    run = site.start(tmp_path / "run", "scale=1..2x1", module="known")
-    run.wait_for_step(3)
-    used = [slot["node"] for slot in run.events("plan")[0]["slots"]]
-    site.remove(next(node for node in (second, third) if node.node_id in used))
-    resized(run, 2, 1, 2)
-    ended(run)
-    assert bad.node_id not in [
-        slot["node"] for event in run.events("plan", "resize") for slot in event["slots"]
-    ]
-    assert {(event["node"], event["avoided"]) for event in run.events("avoid")} == {
-        (bad.node_id, True)
-    }
-
-
 def drained(run: Program, site: Site, node: Any) -> None:
     """Return once Ray has drained that node and the run continues without it."""
-    drain(site.cluster.address, node.node_id)
+    site.drain(node)
     run.wait_until(lambda: len(run.events("restarted")) == 1, "step after the drain")
     (notice,), (back,), (failure,) = (
         run.events("notice"),
@@ -382,28 +361,76 @@ def drained(run: Program, site: Site, node: Any) -> None:
     assert run.events("saved")[0]["step"] == failure["reached"] - back["repeated"]
 
 
-def test_a_spare_takes_the_place_of_a_drained_node(
+def node_of(site: Site, run: Program) -> Any:
+    """Return a node with a rank that is not the first node."""
+    used = [slot["node"] for slot in run.events("plan", "takeover")[-1]["slots"]]
+    return next(node for node in site.added if node.node_id in used)
+
+
+def test_spares_take_the_places_of_a_drained_node_and_a_lost_one_with_a_warm_server(
     site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
 ) -> None:
-    others = [site.add() for _ in range(2)]
-    run = site.start(tmp_path / "run", "scale=2x1", "scale.spares=1", "restart.max=1")
+    site.have(3)
+    # A server that is kept for other runs is in another folder.
+    words = ("scale=2x1", "scale.spares=2", "restart.max=1", "scale.keep_warm_s=0")
+    run = site.start(tmp_path / "run", *words)
     run.wait_for_step(3)
     (plan,) = run.events("plan")
-    left = next(node for node in others if node.node_id in [slot["node"] for slot in plan["slots"]])
+    one, other = (spare["node"] for spare in plan["spares"])
+    left = node_of(site, run)
     drained(run, site, left)
-    (taken,) = run.events("takeover")
-    assert (taken["instead"], taken["node"]) == (left.node_id, plan["spares"][0]["node"])
+    lost = node_of(site, run)
+    run.wait_until(lambda: len(site.servers_of(other)) == 1, "server on the spare")
+    warm = site.servers_of(other)
+    site.remove(lost)
+    run.wait_until(lambda: len(run.events("restarted")) == 2, "step after that")
+    assert site.servers_of(other) == warm
+    taken = [(event["instead"], event["node"]) for event in run.events("takeover")]
+    assert taken == [(left.node_id, one), (lost.node_id, other)]
     assert same(ended(run), whole)
     assert sizes(run) == [2]
-    assert [(end["how"], end["preempted"]) for end in run.result()["restarts"]] == [
-        ("drained", True)
-    ]
+    ends = [(end["how"], end["preempted"]) for end in run.result()["restarts"]]
+    assert ends == [("drained", True), ("lost", False)]
+
+
+def test_another_node_takes_the_place_of_a_drained_one_at_no_budget(
+    site: Site, tmp_path: Path, whole: dict[str, torch.Tensor]
+) -> None:
+    site.have(2)
+    # hardly ever a snapshot: the step after which all ranks stop is kept
+    words = ("scale=2x1", "restart.max=1", "snapshot.every=1000")
+    run = site.start(tmp_path / "run", *words)
+    run.wait_for_step(3)
+    left = node_of(site, run)
+    site.drain(left)
+    run.wait_until(lambda: len(run.events("restarted")) == 1, "step after the drain")
+    assert same(ended(run), whole)
+    (notice,), (first, after) = run.events("notice"), run.events("plan")
+    places = [slot["node"] for slot in first["slots"]]
+    assert notice["ranks"] == [places.index(left.node_id)]
+    assert 0 < notice["s"] <= LEFT_S
+    assert left.node_id not in {slot["node"] for slot in after["slots"]}
+    (back,), (failure,) = run.events("restarted"), run.events("failure")
+    # all ranks have stopped after the same step
+    assert (back["number"], back["repeated"]) == (1, 0)
+    assert run.events("saved")[0]["step"] == failure["reached"]
+    assert [event["reason"] for event in run.events("stop")] == ["its nodes are drained"]
+    (end,) = run.result()["restarts"]
+    assert (end["rank"], end["how"], end["preempted"]) == (*notice["ranks"], "drained", True)
+    page = (run.run_dir / "blame-1.txt").read_text()
+    for word in (
+        "left its node: Ray drains",
+        "nothing has failed",
+        "restart 1: all ranks",
+        " + save ",
+    ):
+        assert word in page
 
 
 def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(
     site: Site, tmp_path: Path
 ) -> None:
-    second = site.add()
+    (second,) = site.have(1)
     words = ("data.resize=scale", "data.batch_size=16", "optim.scaling=linear", "optim.scaling_batch=32",
              "optim.schedule=linear", "optim.warmup=2", "train.steps=null", "train.epochs=8")  # fmt: skip
     run = site.start(tmp_path / "run", "scale=1..2x1", *words, "data.global_batch=null")
@@ -433,7 +460,7 @@ def test_a_drained_node_leaves_a_run_that_goes_on_with_fewer_and_scales(
 def test_a_script_goes_on_from_its_own_checkpoint_at_another_size(
     site: Site, tmp_path: Path
 ) -> None:
-    second = site.add()
+    (second,) = site.have(1)
     run = site.start(tmp_path / "run", "script=own.py", "scale=1..2x1")
     run.wait_until(lambda: worlds(run) == [2], "step")
     site.remove(second)

@@ -1,5 +1,5 @@
-"""Every choice of every group in conf/ on three ranks, as a person types it; the groups whose
-choices depend on the number of ranks with 1 and 4, too.
+"""Every choice of every group in conf/ on three ranks, as a person types it: choices of different
+groups together; those that depend on the number of ranks separately, with 1 or 4, too.
 
 Each runs to its end, or is refused with exit code 2 before a rank is started.
 """
@@ -11,7 +11,9 @@ import re
 import stat
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,13 @@ from tests.scenarios.test_jobs import write_folder, write_mnist
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, requires_horovod, requires_openmpi]
 
-RANKS = {"backend": (1, 3, 4), "parallel": (1, 3, 4)}
-"""For the choices of a group: alone, an odd number, and one that tp, pp and shards divide. Most
-other tests have two ranks. Other groups: three."""
+SEPARATE = ("backend", "parallel")
+"""Groups whose choices depend on the number of ranks."""
+RANKS = (1, 3)
+"""For those: alone, and an odd number. Most other tests have two ranks. Other groups: three."""
+RANKS_OF_TEXT = (4,)
+"""The same for the language model: a number that tp, pp and shards divide. (It runs under every
+division with other numbers in test_jobs.py.)"""
 SHORT = ("train.steps=2", "train.epochs=1")
 """Two steps show the groups, the snapshots and the end of a run."""
 SHORT_TEXT = ("data.root=text", "job.args.held_out=32", "job.args.sample=10")
@@ -198,10 +204,26 @@ def started(program: Program) -> bool:
 
 
 def sizes() -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield each choice with each number of ranks that it is tested with."""
+    """Yield commands that have all choices, each with a number of ranks.
+
+    A choice of a group in SEPARATE has commands of its own, and so have one that does not run and
+    job=gpt, which sets arguments of its optimizer. Of all other groups the first choices are one
+    command, the second ones are another, …
+    """
+    together: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for words in choices():
         group, _, _ = words[0].partition("=")
-        yield from ((ranks, words) for ranks in RANKS.get(group, (3,)))
+        if words == ("job=gpt",):
+            yield 3, words
+        elif group not in SEPARATE and not expected_code(words, 3):
+            together[group].append(words)
+        elif group not in SEPARATE or expected_code(words, 1) == 2:  # alike with any number
+            yield 3, words
+        else:
+            numbers = RANKS_OF_TEXT if "job=gpt" in words else RANKS
+            yield from ((ranks, words) for ranks in numbers)
+    for row in zip_longest(*together.values(), fillvalue=()):
+        yield 3, tuple(chain(*row))
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,6 @@ def another() -> None:
     dist.broadcast(torch.ones(4), 0)
 
 
-def larger() -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.ones(5))
-
-
 def train(fault: Callable[[], None], at: int = 60, steps: int = 1_000_000) -> int:
     """Steps that wait for all ranks; rank 1 has a fault in one of them."""
     import torch
@@ -75,7 +68,6 @@ def hangs(folder: Path) -> list[EventJson]:
                 "waits in broadcast of [[4]], number 61",
             ],
         ),
-        (larger, ["wait in all_reduce of [[3]]", "waits in all_reduce of [[5]]"]),
     ],
 )
 def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
@@ -172,12 +164,6 @@ def test_who_only_takes_long_is_named_once_and_let_go_on(on_ray: Path) -> None:
     assert "ranks 0, 2 wait in all_reduce of [[3]], number 61, but rank 1 on" in hang["text"]
 
 
-def test_the_limit_ends_it_whatever_the_reason(on_ray: Path) -> None:
-    with pytest.raises(RunFailed) as caught:
-        raydist.run(train, *WORDS, "hang.limit_s=3", args=(lambda: time.sleep(600),))
-    assert (caught.value.result.cause.rank, caught.value.result.cause.how) == (1, "hung")
-
-
 def test_the_limit_ends_ranks_that_all_compute_too_and_it_is_a_failure(on_ray: Path) -> None:
     def job() -> None:
         raydist.report(step=1)
@@ -256,7 +242,7 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "args"),
-    [("sleep", "[9]"), ("python", "[-c,'import time; time.sleep(9)']"), ("quiet.py", "[]")],
+    [("sleep", "[9]"), ("quiet.py", "[]")],
 )
 def test_a_program_that_says_nothing_is_looked_at_and_lives(
     on_ray: Path, program: str, args: str, monkeypatch: pytest.MonkeyPatch

@@ -34,11 +34,8 @@ def calls(folder: Path, name: str, rank: int) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("division", ["ddp", "fsdp"])
-def test_hooks_are_called_again_for_the_steps_that_are_repeated(
-    tmp_path: Path, division: str
-) -> None:
-    program = Program(tmp_path, *WORDS, f"parallel={division}")
+def test_hooks_are_called_again_for_the_steps_that_are_repeated(tmp_path: Path) -> None:
+    program = Program(tmp_path, *WORDS, "parallel=fsdp")
     assert program.wait(300) == 0, program.screen
     for rank in range(2):
         whole, broken = calls(program.run_dir, "step", rank)

@@ -146,24 +146,12 @@ def test_init_methods_of_torch_are_refused() -> None:
 
 
 @pytest.mark.ray
-def test_digits_are_learned_as_well_as_under_ddp(ray_address: str, own_folder: Path) -> None:
-    """97 % or better, and the same curve to 1e-4 over the first epoch; what one wrote is left by
-    nobody."""
-    curves = {}
-    for backend in ("horovod", "gloo"):
-        folder = own_folder / backend
-        folder.mkdir()
-        program = Program(folder, f"backend={backend}", "watch.progress=none", address=ray_address)
-        assert program.wait() == 0, program.screen
-        assert program.result()["metrics"]["accuracy"] >= 0.97
-        steps = [
-            e["values"]["loss"]
-            for e in program.events("report")
-            if e["rank"] == 0 and "loss" in e["values"]
-        ]
-        curves[backend] = steps[:22]
-        assert program.leftovers() == []
-    assert curves["horovod"] == pytest.approx(curves["gloo"], abs=1e-4)
+def test_digits_are_learned_and_nothing_is_left(ray_address: str, own_folder: Path) -> None:
+    """That the curve is that of ddp is shown by tests/scenarios/test_horovod.py."""
+    program = Program(own_folder, "backend=horovod", "watch.progress=none", address=ray_address)
+    assert program.wait() == 0, program.screen
+    assert program.result()["metrics"]["accuracy"] >= 0.97
+    assert program.leftovers() == []
 
 
 @pytest.mark.ray

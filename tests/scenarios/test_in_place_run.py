@@ -30,7 +30,7 @@ WORDS = (
     "scale=1x4",
     "group=inline",
     "watch.progress=none",
-    "train.epochs=8",
+    "train.epochs=5",
     "data.batch_size=8",
     "snapshot.every=1",
     "restart.max=9",
@@ -83,43 +83,38 @@ def test_a_killed_rank_is_replaced_and_the_other_stays() -> None:
     assert any(found == stays for found, stays in zip(kept, ([0], [1], [0]), strict=True))
 
 
-@pytest.mark.parametrize("words", [(), ("data.workers=1",)], ids="".join)
-def test_only_killed_ranks_are_replaced(whole: Result[Any], words: tuple[str, ...]) -> None:
+def test_only_killed_ranks_are_replaced(whole: Result[Any]) -> None:
+    """With data.workers=1 too: test_storm_run."""
     struck = (
         kill(1, 10),
         kill(1, 0, 1),  # the new one, before its first step
         kill(0, 20, 2),
         kill(2, 30, 3),
         kill(3, 30, 3),  # two at once
-        kill(0, 64, 4),  # the evaluation and the checkpoint after the last step are still to come
+        kill(0, 40, 4),  # the evaluation and the checkpoint after the last step are still to come
     )
-    done = train("restart.in_place=on", *words, struck=struck[:5] if words else struck)
+    done = train("restart.in_place=on", struck=struck)
     assert done.status == "finished"
     assert (done.values, losses(done)) == (whole.values, losses(whole))
     replaced_alone(done, [{1}, {1}, {0}, {2, 3}, {0}])
 
 
-def compiling(config: Any, struck: tuple[Fault, ...], backend: str) -> tuple[dict[str, Any], int]:
+def compiling(config: Any, struck: tuple[Fault, ...] = ()) -> tuple[dict[str, Any], int]:
     """Train a compiled model; return the result, and how many functions this process compiled."""
     from torch._dynamo.utils import counters
 
-    return faults.compiled(config, struck, backend), counters["frames"]["ok"]
+    return faults.compiled(config, struck), counters["frames"]["ok"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it compiles in two runs
-@pytest.mark.parametrize(
-    ("more", "backend"),
-    [
-        ("train.compile=blocks", "inductor"),
-        ("train.compile=true parallel=fsdp", "aot_eager"),
-    ],
-)
-def test_ranks_that_stay_keep_their_compiled_code(more: str, backend: str) -> None:
+@pytest.mark.parametrize("more", ["train.compile=blocks", "train.compile=true parallel=fsdp"])
+def test_ranks_that_stay_keep_their_compiled_code(more: str) -> None:
+    """And a new one, which compiles anew, goes on to the bit."""
     words = ("scale=1x2", "train.epochs=3", *more.split())
 
     def run(*more: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
-        return raydist.run(compiling, *WORDS[1:], *words, *more, struck=struck, backend=backend)
+        return raydist.run(compiling, *WORDS[1:], *words, *more, struck=struck)
 
     alone = run()
     done = run("restart.in_place=on", struck=(kill(1, 6), kill(1, 9, 1)))
@@ -152,12 +147,12 @@ def replaced_alone(done: Result[Any], killed: Sequence[set[int]]) -> None:
     assert shown in (done.dir / f"blame-{number}.txt").read_text()
 
 
-@pytest.mark.parametrize("act", ["stop", "skip"])
-def test_a_rank_that_hangs_is_replaced_and_the_others_stay(whole: Result[Any], act: str) -> None:
-    """It is stopped by a signal, or stays away from a collective in which the others wait."""
+def test_a_rank_that_hangs_is_replaced_and_the_others_stay(whole: Result[Any]) -> None:
+    """It stays away from a collective in which the others wait; test_recoverable_run has one that
+    a signal stops."""
     words = [word for word in WORDS if not word.startswith("hang.limit_s=")]
     more = ("restart.in_place=on", "hang.limit_s=10")
-    done = raydist.run(faults.training, *words, *more, struck=(Fault(act, 2, 20),))
+    done = raydist.run(faults.training, *words, *more, struck=(Fault("skip", 2, 20),))
     assert (done.values, losses(done)) == (whole.values, losses(whole))
     (back,) = events(done, "restarted")
     first, second = pids(done)
@@ -178,25 +173,22 @@ def uses_the_group(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, Any
     return faults.training(config, struck=struck)
 
 
-def test_what_a_new_rank_would_do_alone_is_done_by_all(whole: Result[Any]) -> None:
-    done = train("restart.in_place=auto", struck=(kill(1, 10),), job=uses_the_group)
+def test_all_begin_anew_after_an_error_and_where_a_new_rank_cannot_go_alone(
+    whole: Result[Any],
+) -> None:
+    struck = (kill(1, 10), Fault("raise", 1, 20, (1,)))
+    done = train("restart.in_place=auto", struck=struck, job=uses_the_group)
     assert (done.values, losses(done)) == (whole.values, losses(whole))
-    (back,) = events(done, "restarted")
+    killed, raised = events(done, "restarted")
     why = "the job used torch.distributed before raydist.fit"
     # a rank that notices by itself that it has lost a peer is not asked
-    assert back["why_not_kept"].endswith((why, "it failed because it had lost a peer"))
-    assert "kept" not in back
-    first, second = pids(done)
-    assert not {*first.values()} & {*second.values()}
-    assert back["why_not_kept"] in (done.dir / "blame-1.txt").read_text()
-
-
-def test_a_rank_that_raises_stops_all_others(whole: Result[Any]) -> None:
-    done = train("restart.in_place=auto", struck=(Fault("raise", 1, 10),))
-    assert (done.values, losses(done)) == (whole.values, losses(whole))
-    (back,) = events(done, "restarted")
-    assert back["why_not_kept"] == "rank 1 was not killed: raised"
-    assert "kept" not in back
+    assert killed["why_not_kept"].endswith((why, "it failed because it had lost a peer"))
+    assert raised["why_not_kept"] == "rank 1 was not killed: raised"
+    ran = pids(done)
+    for number, back in enumerate((killed, raised)):
+        assert "kept" not in back
+        assert not {*ran[number].values()} & {*ran[number + 1].values()}
+        assert back["why_not_kept"] in (done.dir / f"blame-{number + 1}.txt").read_text()
 
 
 def stream(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
@@ -215,7 +207,7 @@ def stream(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
 
 
 def test_a_stream_begins_anew_on_all_ranks() -> None:
-    words = ("train.steps=30", "restart.in_place=auto")
+    words = ("scale=1x2", "train.steps=20", "restart.in_place=auto")
     done = train(*words, struck=(kill(1, 10),), job=stream)
     assert losses(done) == losses(train(*words, job=stream))
     (back,) = events(done, "restarted")
@@ -249,7 +241,7 @@ def growing(config: Any, struck: tuple[Fault, ...] = ()) -> dict[str, float]:
 
 
 def test_a_buffer_that_has_grown_begins_anew_on_all_ranks() -> None:
-    words = ("train.steps=30", "restart.in_place=auto")
+    words = ("scale=1x2", "train.steps=20", "restart.in_place=auto")
     done = train(*words, struck=(kill(1, 10),), job=growing)
     assert losses(done) == losses(train(*words, job=growing))
     (back,) = events(done, "restarted")
@@ -319,15 +311,20 @@ def divided(config: Any, struck: tuple[Fault, ...] = (), made: Any = Blocks) -> 
 @pytest.mark.parametrize(
     "words",
     [
-        ("parallel=fsdp", "checkpoint.every=6", "train.gc=10", "train.loss_chunks=2"),
-        ("parallel=hsdp", "parallel.shard=2"),
+        (
+            "parallel=hsdp",
+            "parallel.shard=2",
+            "checkpoint.every=6",
+            "train.gc=10",
+            "train.loss_chunks=2",
+        ),
         ("parallel=fsdp", "parallel.tp=2"),
         ("parallel=pp", "parallel.schedule=gpipe"),
     ],
     ids=" ".join,
 )
 def test_only_killed_ranks_of_a_divided_model_are_replaced(words: tuple[str, ...]) -> None:
-    words = (*words, "optim=adamw", "train.steps=40")
+    words = (*words, "optim=adamw", "train.steps=24")
     alone = train(*words, job=divided)
     struck = (
         kill(1, 10),
@@ -335,7 +332,7 @@ def test_only_killed_ranks_of_a_divided_model_are_replaced(words: tuple[str, ...
         kill(0, 15, 2),
         kill(2, 20, 3),
         kill(3, 20, 3),  # two at once
-        kill(0, 40, 4),  # in the evaluation after the last step
+        kill(0, 24, 4),  # in the evaluation after the last step
     )
     done = train("restart.in_place=on", *words, struck=struck, job=divided)
     assert done.status == "finished"
@@ -364,7 +361,7 @@ class Partly(Blocks):
 def test_a_model_that_no_snapshot_has_whole_begins_anew_on_all_ranks(
     struck: tuple[Fault, ...],
 ) -> None:
-    words = ("parallel=fsdp", "restart.in_place=auto", "train.steps=20")
+    words = ("scale=1x2", "parallel=fsdp", "restart.in_place=auto", "train.steps=14")
     done = train(*words, struck=struck, job=divided, made=Partly)
     (back,) = events(done, "restarted")
     assert back["why_not_kept"].endswith("the model's state_dict leaves out last.bias")
@@ -372,8 +369,9 @@ def test_a_model_that_no_snapshot_has_whole_begins_anew_on_all_ranks(
 
 
 def test_a_run_that_may_not_continue_leaves_no_process() -> None:
+    words = ("scale=1x2", "restart.in_place=on", "restart.max=1")
     with pytest.raises(raydist.RunFailed) as failed:
-        train("restart.in_place=on", "restart.max=1", struck=(kill(1, 10), kill(1, 20, 1)))
+        train(*words, struck=(kill(1, 10), kill(1, 20, 1)))
     done = failed.value.result
     ran = pids(done)
     assert len(ran) == 2

@@ -9,11 +9,15 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from raydist.settings.config import Job, Notify
 from raydist.shared import env_names
+from raydist.shared.events import Events
+from raydist.watch import track
 from tests.programs import Program
 from tests.waiting import wait_until
 
@@ -78,6 +82,29 @@ def webhook() -> Iterator[Webhook]:
 def there(tmp_path: Path) -> Path:
     (tmp_path / "job.py").write_text(JOB)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told", "watches"),
+    [(("failed",), (), True), (("finished",), (), False), (("failed",), ("failed",), False)],
+)
+def test_nobody_watches_for_a_run_whose_failure_nobody_wants_to_know(
+    wanted: tuple[str, ...],
+    told: tuple[str, ...],
+    watches: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`told`: what the receiver knows from the run that this one resumes."""
+
+    def receiver(name: str, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(name=name, run="", ledger=SimpleNamespace(id="", sent_kinds=told))
+
+    monkeypatch.setattr(track, "TrackerProcess", receiver)
+    notify = Notify(webhook="http://127.0.0.1:9", events=list(wanted))
+    with Events(tmp_path / "events.jsonl") as events:
+        duty = track.Trackers(Job(dir=str(tmp_path), notify=notify), events).duty()
+    assert (duty is not None) is watches
 
 
 def assert_hidden(program: Program) -> None:

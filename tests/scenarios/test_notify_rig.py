@@ -165,18 +165,6 @@ def test_the_death_of_the_driver_alone_is_told_by_its_own_host(
     assert told["cause"].startswith("the driver ended without a result")
 
 
-def test_nobody_watches_for_a_run_whose_failure_nobody_wants_to_know(
-    shared: tuple[Rig, Webhook], tmp_path: Path
-) -> None:
-    rig, webhook = shared
-    words = ("job.args.steps=100", "notify.events=[finished]")
-    run = start(rig, webhook, tmp_path, f"hydra.run.dir={tmp_path}/run", *words)
-    wait_for_step(tmp_path / "run", tmp_path, 60)
-    assert deputies(rig) == []
-    assert run.wait(200) == 0, (tmp_path / "screen.txt").read_text()
-    assert [told["event"] for told in webhook.heard] == ["finished"]
-
-
 def test_it_is_told_without_the_run_folder_too(shared: tuple[Rig, Webhook], tmp_path: Path) -> None:
     """The power is cut, and the run folder was on the disk of this host. The last test: Ray's head
     is lost, too."""

@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ ODD = """
 
     def loop():
         while True:
-            time.time()
+            time.sleep(0.001)  # without it a CPU would have nothing else to do
 
     def hold_the_gil():
         mutex = ctypes.create_string_buffer(64)
@@ -57,6 +58,7 @@ ODD = """
         hold_the_gil()
     os.kill(os.getpid(), signal.SIGSTOP)
 """
+SLEEPS = "time.sleep(0.001)  # without it a CPU would have nothing else to do"
 HOLDS = "lock(mutex)  # for ever: a signal would end sleep(3), and the rank would answer in between"
 
 FIT = """
@@ -88,6 +90,16 @@ def operate(folder: Path, *words: str, timeout: float = 120) -> subprocess.Compl
         text=True,
         timeout=timeout,
     )
+
+
+def refusal(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    """What `raydist COMMAND WORDS` says that refuses its words: one line. In this process."""
+    capsys.readouterr()
+    assert import_module(f"raydist.tools.{command}").main(words) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert len(error.splitlines()) == 1
+    return str(error)
 
 
 def rows(folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -145,9 +157,7 @@ def test_stacks_says_where_each_odd_rank_is_and_how_it_knows(odd: Program) -> No
         groups["rank 0"][0]
         == f"rank 0: all_reduce at odd.py:{line['dist.all_reduce(torch.ones(3))']}"
     )
-    assert groups["rank 1"][0].endswith(
-        (f"odd.py:{line['time.time()']}", f":{line['while True:']}")
-    )
+    assert groups["rank 1"][0].endswith((f"odd.py:{line[SLEEPS]}", f":{line['while True:']}"))
     assert groups["rank 2"][0].endswith(f"odd.py:{line[HOLDS]}")
     said = {rank: "\n".join(lines) for rank, lines in groups.items()}
     assert "by a thread" in said["rank 0"]
@@ -170,12 +180,14 @@ def test_native_stacks_have_the_frames_of_c_code(odd: Program) -> None:
     assert re.search(r"nanosleep|sleep \(", done.stdout), done.stdout
 
 
-def test_ranks_that_the_run_does_not_have_are_refused(odd: Program) -> None:
+def test_ranks_that_the_run_does_not_have_are_refused(
+    odd: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(odd.folder)
     for word, instead in {"rank=4": "rank=3", "rank=x": "rank=3", "rnk=3": "rank=3"}.items():
-        done = operate(odd.folder, "stacks", word)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: {word}: ")
-        assert instead in done.stderr
+        error = refusal(capsys, "stacks", word)
+        assert error.startswith(f"error: {word}: ")
+        assert instead in error
 
 
 def test_exec_runs_where_the_rank_runs_and_ends_as_the_command(odd: Program) -> None:
@@ -215,12 +227,13 @@ def test_exec_passes_bytes_ctrl_c_and_its_own_end_on(odd: Program, tmp_path: Pat
         assert ended(int(file.read_text()), within=60)
 
 
-def test_exec_refuses_what_it_can_not_run(odd: Program) -> None:
+def test_exec_refuses_what_it_can_not_run(
+    odd: Program, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(odd.folder)
     wrong = {"exec": "rank=0 --", "exec rank=0": "after --", "exec -- ls": "rank=0, or --all"}
     for words, instead in wrong.items():
-        done = operate(odd.folder, *words.split())
-        assert (done.returncode, done.stdout) == (2, "")
-        assert instead in done.stderr
+        assert instead in refusal(capsys, *words.split())
 
 
 @pytest.mark.root
@@ -249,50 +262,18 @@ print(len(answer))
     assert said[65534] == 0
 
 
-def test_what_does_not_run_is_refused(odd: Program, tmp_path: Path) -> None:
-    wrong = operate(tmp_path, "ranks", "runs/nothing")
-    none = operate(tmp_path, "ranks")
-    flag = operate(odd.folder, "ranks", "--jsn")
-    two = operate(odd.folder, "ranks", "newest", "newest")
-    for done in (wrong, none, flag, two):
-        assert (done.returncode, done.stdout) == (2, "")
-        assert len(done.stderr.splitlines()) == 1
-    assert "there is no such folder" in wrong.stderr
-    assert "did you mean --json" in flag.stderr
-
-
-def test_the_ranks_of_a_killed_driver_are_not_listed(tmp_path: Path) -> None:
-    (tmp_path / "sleeps.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
-    program = Program(tmp_path, "script=sleeps.py", "scale=1x1", "group=inline")
-    program.wait_until(lambda: len(rows(tmp_path)) == 1, "the rank")
-    folder = program.run_dir
-    program.process.kill()
-    program.process.wait()
-    done = operate(tmp_path, "ranks", str(folder))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"pid {program.process.pid}" in done.stderr
-    wait_until(lambda: program.leftovers(0) == [], "its processes", 60)
-
-
-def test_follow_ends_with_the_run(tmp_path: Path) -> None:
-    code = "import os, time\nwhile not os.path.exists('end'):\n    time.sleep(0.05)\n"
-    (tmp_path / "waits.py").write_text(code)
-    program = Program(tmp_path, "script=waits.py", "scale=1x2", "group=inline")
-    program.wait_until(lambda: len(rows(tmp_path)) == 2, "the ranks")
-    followed = tmp_path / "followed.txt"
-    with followed.open("w") as screen:
-        following = subprocess.Popen(
-            [sys.executable, "-m", "raydist.cli", "ranks", "--follow"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=screen,
-            stderr=screen,
-        )
-    program.wait_until(lambda: followed.read_text().count("own work") >= 2, "two tables")
-    (tmp_path / "end").touch()
-    assert program.wait() == 0
-    assert following.wait(60) == 0, followed.read_text()
-    assert not (program.run_dir / "driver.json").exists()
+def test_what_does_not_run_is_refused(
+    odd: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "there is no such folder" in refusal(capsys, "ranks", "runs/nothing")
+    refusal(capsys, "ranks")
+    monkeypatch.chdir(odd.folder)
+    assert "did you mean --json" in refusal(capsys, "ranks", "--jsn")
+    refusal(capsys, "ranks", "newest", "newest")
 
 
 def test_save_and_stop(tmp_path: Path) -> None:
@@ -323,7 +304,8 @@ def test_save_and_stop(tmp_path: Path) -> None:
     assert not (program.run_dir / "driver.json").exists()
 
 
-def test_stop_now_ends_ranks_that_ignore_sigterm(tmp_path: Path) -> None:
+def test_stop_now_ends_ranks_that_ignore_sigterm_and_who_follows_them(tmp_path: Path) -> None:
+    """Before that: what `raydist set` refuses, before and after it has found a run."""
     code = """
         import signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -332,11 +314,28 @@ def test_stop_now_ends_ranks_that_ignore_sigterm(tmp_path: Path) -> None:
             time.sleep(1)
     """
     (tmp_path / "stays.py").write_text(textwrap.dedent(code))
-    program = Program(tmp_path, "script=stays.py", "scale=1x1", "group=inline")
-    program.wait_until(lambda: "here" in program.screen, "the rank")
+    program = Program(tmp_path, "script=stays.py", "scale=1x2", "group=inline")
+    program.wait_until(lambda: program.screen.count("here") == 2, "the ranks")
+    followed = tmp_path / "followed.txt"
+    with followed.open("w") as screen:
+        following = subprocess.Popen(
+            [sys.executable, "-m", "raydist.cli", "ranks", "--follow"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=screen,
+            stderr=screen,
+        )
+    wrong = operate(tmp_path, "set", "optim.momentum=0.9")
+    outside = operate(tmp_path, "set", "optim.lr=0.1")
+    for done in (wrong, outside):
+        assert (done.returncode, done.stdout) == (2, "")
+    assert "checkpoint.every, optim.lr, train.clip, train.evaluate_steps" in wrong.stderr
+    assert "the program is not in raydist.fit" in outside.stderr
+    program.wait_until(lambda: followed.read_text().count("own work") >= 2, "two tables")
     done = operate(tmp_path, "stop", "--now")
     assert done.returncode == 0, done.stderr
     assert program.wait() in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    assert following.wait(60) == 0, followed.read_text()
     assert program.leftovers() == []
 
 
@@ -418,7 +417,9 @@ def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> No
     assert program.wait() == 128 + signal.SIGTERM
 
 
-def test_a_person_who_is_gone_holds_no_rank(tmp_path: Path) -> None:
+def test_a_person_who_is_gone_holds_no_rank_and_a_driver_who_is_gone_lists_none(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "held.py").write_text(textwrap.dedent(HELD).replace("== 5", "== -1"))
     program = Program(tmp_path, "script=held.py", "scale=1x2", "group=inline")
     program.wait_for_step(2)
@@ -444,8 +445,12 @@ def test_a_person_who_is_gone_holds_no_rank(tmp_path: Path) -> None:
         person.stdin.close()
         person.stdout.close()
         program.wait_for_step(program.events("report")[-1]["step"] + 20)
-    assert operate(tmp_path, "stop").returncode == 0
-    program.wait()
+    program.process.kill()
+    program.process.wait()
+    done = operate(tmp_path, "ranks", str(program.run_dir))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"pid {program.process.pid}" in done.stderr
+    wait_until(lambda: program.leftovers(0) == [], "its processes", 60)
 
 
 def test_stop_of_a_trial_stops_this_one_only(tmp_path: Path, ray_address: str) -> None:

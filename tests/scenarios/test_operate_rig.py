@@ -15,7 +15,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.rig import Rig, hosts, requires_root
-from tests.scenarios.test_exec_typed import PROGRAM as REDUCES
 from tests.scenarios.test_exec_typed import PROMPT, SHELL
 from tests.terminals import Terminal
 from tests.waiting import wait_until
@@ -90,6 +89,16 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
+@pytest.fixture(scope="module")
+def steps(
+    rig: Rig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """The folder and the driver of a run of two ranks; the last test with it stops it."""
+    folder = tmp_path_factory.mktemp("steps")
+    with running(rig, folder, "steps.py", PROGRAM, "scale=2x1") as driver:
+        yield folder, driver
+
+
 @contextmanager
 def running(
     rig: Rig, folder: Path, name: str, program: str, *words: str
@@ -110,86 +119,89 @@ def running(
         driver.wait()
 
 
-def test_another_host_reaches_the_run_with_rays_token_only(rig: Rig, tmp_path: Path) -> None:
+def test_a_person_types_on_a_third_host(
+    rig: Rig, steps: tuple[Path, subprocess.Popen[str]]
+) -> None:
+    first, *others = rig.hosts
+    folder, driver = steps
+    rows = first.run([*COMMAND, "ranks", "run"], cwd=folder).stdout.splitlines()
+    (there,) = [host for host in rig.hosts if host.name == rows[2].split()[1]]
+    last = next(host for host in others if host is not there)
+    shell = " ".join(SHELL[1:])
+
+    def processes() -> set[str]:
+        return set(there.processes().values())
+
+    typed = [*COMMAND, "exec", "run", "rank=1", "-it", *SHELL]
+    with Terminal(typed, last.popen, cwd=folder) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("echo rank=$RANK= on $(hostname); stty size\n")
+        terminal.wait_for(rf"rank=1= on {there.name}\r\n24 80\r\n")
+        terminal.resize(30, 99)
+        terminal.enter("stty size\n")
+        terminal.wait_for(r"\r30 99\r\n")
+        terminal.enter("sleep 36005\n")
+        wait_until(lambda: "sleep 36005" in processes(), "the sleep", 60)
+        terminal.enter("\x03")
+        terminal.enter("exit 5\n")
+        assert terminal.wait() == 5
+        assert terminal.modes == terminal.modes_before
+
+    pipe = " ".join([*COMMAND, "exec", "run", "rank=0", "-i", "--", "cat"])
+    whole = f"head -c 1000000 /dev/urandom > data && {pipe} < data | cmp - data"
+    last.run(["sh", "-c", whole], cwd=folder)
+
+    with Terminal(typed, last.popen, cwd=folder) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.enter("sleep 36007\n")
+        wait_until(lambda: {"sleep 36007", shell} <= processes(), "the sleep", 60)
+        terminal.close()
+        wait_until(lambda: not {"sleep 36007", shell} & processes(), "their end", 60)
+    assert driver.poll() is None, (folder / "screen.txt").read_text()
+
+
+def test_another_host_reaches_the_run_with_rays_token_only(
+    rig: Rig, steps: tuple[Path, subprocess.Popen[str]]
+) -> None:
+    """It stops the run at its end."""
     second = rig.hosts[1]
+    folder, driver = steps
 
     def operate(*words: str, typed: str = "", token: str = "") -> subprocess.CompletedProcess[str]:
         env = {"RAY_AUTH_TOKEN": token, "RAY_AUTH_MODE": "token"} if token else {}
         shell = " ".join([*COMMAND, *words])
         line = f"printf '{typed}' | {shell}" if typed else shell
-        return second.run(["sh", "-c", line], cwd=tmp_path, env=env, check=False, timeout=180)
+        return second.run(["sh", "-c", line], cwd=folder, env=env, check=False, timeout=180)
 
-    with running(rig, tmp_path, "steps.py", PROGRAM, "scale=2x1") as driver:
-        done = operate("ranks", "run", "--json")
-        rows = [json.loads(line) for line in done.stdout.splitlines()]
-        names = [row["host"] for row in rows]
-        assert len({*names} & {host.name for host in rig.hosts}) == 2, done.stderr
-        refused = operate("ranks", "run", token="0" * 64)
-        assert refused.returncode != 0
-        assert str(rows[0]["pid"]) not in refused.stdout
+    done = operate("ranks", "run", "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [row["host"] for row in rows]
+    assert len({*names} & {host.name for host in rig.hosts}) == 2, done.stderr
+    refused = operate("ranks", "run", token="0" * 64)
+    assert refused.returncode != 0
+    assert str(rows[0]["pid"]) not in refused.stdout
 
-        wait_until(lambda: "steps.py" in operate("stacks", "run").stdout, "the program", 120)
-        both = operate("exec", "run", "--all", "--", "hostname")
-        assert sorted(both.stdout.split()) == sorted(["[0]", names[0], "[1]", names[1]]), (
-            both.stderr
-        )
-        profiled = operate("profile", "run", "steps=2")
-        assert profiled.returncode == 0, profiled.stderr
-        (file,) = (tmp_path / "run/operate").glob("profile-*.json.gz")
-        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-        assert named == {f"rank 0 · {names[0]}", f"rank 1 · {names[1]}"}
-        reduced = [event["pid"] for event in events if event["name"] == "gloo:all_reduce"]
-        assert sorted(reduced) == [1, 1, 1001, 1001]
-        (tmp_path / "hold").touch()
-        held = "waits in the debugger"
-        wait_until(lambda: held in operate("ranks", "run").stdout, "the breakpoint", 120)
-        (tmp_path / "hold").unlink()
-        said = operate("debug", "run", typed="p 40 + 2\\nq\\n")
-        assert "42" in said.stdout, said.stderr
-        assert held not in operate("ranks", "run").stdout
-        stopped = operate("stop", "run")
-        assert stopped.returncode == 0, stopped.stderr
-        assert driver.wait(120) == 143
-
-
-def test_a_person_types_on_a_third_host(rig: Rig, tmp_path: Path) -> None:
-    first, *others = rig.hosts
-    with running(rig, tmp_path, "reduces.py", REDUCES, "scale=2x1") as driver:
-        rows = first.run([*COMMAND, "ranks", "run"], cwd=tmp_path).stdout.splitlines()
-        (there,) = [host for host in rig.hosts if host.name == rows[2].split()[1]]
-        last = next(host for host in others if host is not there)
-        shell = " ".join(SHELL[1:])
-
-        def processes() -> set[str]:
-            return set(there.processes().values())
-
-        typed = [*COMMAND, "exec", "run", "rank=1", "-it", *SHELL]
-        with Terminal(typed, last.popen, cwd=tmp_path) as terminal:
-            terminal.wait_for(PROMPT)
-            terminal.enter("echo rank=$RANK= on $(hostname); stty size\n")
-            terminal.wait_for(rf"rank=1= on {there.name}\r\n24 80\r\n")
-            terminal.resize(30, 99)
-            terminal.enter("stty size\n")
-            terminal.wait_for(r"\r30 99\r\n")
-            terminal.enter("sleep 36005\n")
-            wait_until(lambda: "sleep 36005" in processes(), "the sleep", 60)
-            terminal.enter("\x03")
-            terminal.enter("exit 5\n")
-            assert terminal.wait() == 5
-            assert terminal.modes == terminal.modes_before
-
-        pipe = " ".join([*COMMAND, "exec", "run", "rank=0", "-i", "--", "cat"])
-        whole = f"head -c 1000000 /dev/urandom > data && {pipe} < data | cmp - data"
-        last.run(["sh", "-c", whole], cwd=tmp_path)
-
-        with Terminal(typed, last.popen, cwd=tmp_path) as terminal:
-            terminal.wait_for(PROMPT)
-            terminal.enter("sleep 36007\n")
-            wait_until(lambda: {"sleep 36007", shell} <= processes(), "the sleep", 60)
-            terminal.close()
-            wait_until(lambda: not {"sleep 36007", shell} & processes(), "their end", 60)
-        assert driver.poll() is None, (tmp_path / "screen.txt").read_text()
+    wait_until(lambda: "steps.py" in operate("stacks", "run").stdout, "the program", 120)
+    both = operate("exec", "run", "--all", "--", "hostname")
+    assert sorted(both.stdout.split()) == sorted(["[0]", names[0], "[1]", names[1]]), both.stderr
+    profiled = operate("profile", "run", "steps=2")
+    assert profiled.returncode == 0, profiled.stderr
+    (file,) = (folder / "run/operate").glob("profile-*.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert named == {f"rank 0 · {names[0]}", f"rank 1 · {names[1]}"}
+    reduced = [event["pid"] for event in events if event["name"] == "gloo:all_reduce"]
+    assert sorted(reduced) == [1, 1, 1001, 1001]
+    (folder / "hold").touch()
+    held = "waits in the debugger"
+    wait_until(lambda: held in operate("ranks", "run").stdout, "the breakpoint", 120)
+    (folder / "hold").unlink()
+    said = operate("debug", "run", typed="p 40 + 2\\nq\\n")
+    assert "42" in said.stdout, said.stderr
+    assert held not in operate("ranks", "run").stdout
+    stopped = operate("stop", "run")
+    assert stopped.returncode == 0, stopped.stderr
+    assert driver.wait(120) == 143
 
 
 def test_stacks_of_odd_ranks_on_other_hosts(rig: Rig, tmp_path: Path) -> None:

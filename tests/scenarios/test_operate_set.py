@@ -15,7 +15,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.programs import Program
-from tests.scenarios.test_operate import operate
 
 LATE = """
     import os, signal, time
@@ -157,19 +156,3 @@ def test_a_resume_goes_on_with_the_new_values_unless_others_are_typed(
     rates = {step: values["lr"] / later[step]["lr"] for step, values in steps(typed).items()}
     assert rates == pytest.approx(dict.fromkeys(range(9, 17), 20.0))
     assert all("grad_norm" in values for values in steps(typed).values())
-
-
-def test_set_refuses_what_it_can_not_change(tmp_path: Path) -> None:
-    """A wrong word, before a run is looked for; a program that is not in raydist.fit."""
-    code = "import time\nprint('here', flush=True)\ntime.sleep(600)\n"
-    (tmp_path / "sleeps.py").write_text(code)
-    program = Program(tmp_path, "script=sleeps.py", "scale=1x1", "group=inline")
-    program.wait_until(lambda: "here" in program.screen, "the rank", LIMIT_S)
-    wrong = operate(tmp_path, "set", "optim.momentum=0.9", timeout=LIMIT_S)
-    outside = operate(tmp_path, "set", "optim.lr=0.1", timeout=LIMIT_S)
-    for done in (wrong, outside):
-        assert (done.returncode, done.stdout) == (2, "")
-    assert "checkpoint.every, optim.lr, train.clip, train.evaluate_steps" in wrong.stderr
-    assert "the program is not in raydist.fit" in outside.stderr
-    assert operate(tmp_path, "stop", timeout=LIMIT_S).returncode == 0
-    program.wait(LIMIT_S)

@@ -37,7 +37,7 @@ def test_the_heads_python_may_have_another_patch_version(tmp_path: Path, cluster
 
 @pytest.mark.parametrize("cluster", [f"{MAJOR}.{MINOR + 1}.0"], indirect=True)
 def test_another_minor_version_is_refused(tmp_path: Path, cluster: str) -> None:
-    program = Program(tmp_path, *WORDS, address=cluster, alone=True)
+    program = Program(tmp_path, *WORDS, address=cluster)
     assert program.wait() == 1, program.screen
     assert f"Python: {MAJOR}.{MINOR + 1}.0" in program.screen
     assert f"Python: {MAJOR}.{MINOR}.{PATCH}" in program.screen

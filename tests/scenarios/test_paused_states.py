@@ -39,8 +39,7 @@ def start(folder: Path, address: str, size: str, *words: str) -> Program:
     folder.mkdir()
     (folder / "slowly.py").write_text(JOB.replace("nn.BatchNorm1d(32), ", ""))
     (folder / "limited.py").write_text(LIMITED)
-    command = (*JOB_WORDS, f"scale={size}", f"env.HURRY={folder / 'hurry'}", *words)
-    return Program(folder, *command, address=address, module="limited")
+    return Program(folder, *JOB_WORDS, f"scale={size}", *words, address=address, module="limited")
 
 
 def holders() -> list[int]:

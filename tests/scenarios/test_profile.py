@@ -19,7 +19,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.programs import Program
-from tests.scenarios.test_operate import FIT, operate
+from tests.scenarios.test_operate import FIT, operate, refusal
 
 LOOP = """
     import os, time
@@ -58,7 +58,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     folder = tmp_path_factory.mktemp("loop")
     (folder / "loop.py").write_text(textwrap.dedent(LOOP))
     words = ("script=loop.py", "scale=1x2", "group=inline", "restart=none")
-    program = Program(folder, *words, alone=True)
+    program = Program(folder, *words)
     program.wait_until(lambda: program.screen.count("has met the others") == 2, "the ranks")
     done = operate(folder, "profile")
     assert (done.returncode, done.stdout) == (2, "")
@@ -142,11 +142,17 @@ def test_one_rank_for_some_time(loop: Program) -> None:
         ("stps=3", "rank=3"),
     ],
 )
-def test_wrong_words_are_refused(loop: Program, word: str, instead: str) -> None:
-    done = operate(loop.folder, "profile", word)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {word}: ")
-    assert instead in done.stderr
+def test_wrong_words_are_refused(
+    loop: Program,
+    word: str,
+    instead: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(loop.folder)
+    error = refusal(capsys, "profile", word)
+    assert error.startswith(f"error: {word}: ")
+    assert instead in error
 
 
 def test_the_programs_own_profiler_comes_first(loop: Program) -> None:
@@ -187,22 +193,6 @@ def test_a_profile_ends_when_the_program_begins_its_own(loop: Program) -> None:
     assert all(0 < count < 1000 for count in steps.values())
 
 
-def test_steps_of_fit_have_its_numbers(tmp_path: Path) -> None:
-    (tmp_path / "fits.py").write_text(textwrap.dedent(FIT))
-    words = ("job=fits.py", "scale=1x2", "group=inline", "data.batch_size=4", "train.accumulate=2")
-    program = Program(tmp_path, *words, "train.epochs=1000000", "checkpoint.every=1000000000")
-    program.wait_for_step(2)
-    first, events = profile(program, "steps=2")
-    begin = int(re.findall(r"\d+", first)[0])
-    names = {event["name"] for event in events if event.get("cat") == "step"}
-    assert names == {f"step {begin}", f"step {begin + 1}"}
-    reported = [each["step"] for each in program.events("report")]
-    asked = reported.index(begin)
-    assert asked < len(reported) - 1
-    assert operate(tmp_path, "stop").returncode == 0
-    assert program.wait() == 128 + signal.SIGTERM
-
-
 SHORT = """
     import torch
     import torch.distributed as dist
@@ -217,9 +207,8 @@ SHORT = """
 """
 
 
-def begun_with(program: Program) -> Counter[tuple[int, str]]:
-    """The steps in the file of a run with watch.profile, which finishes."""
-    assert program.wait() == 0, program.screen
+def profiled(program: Program) -> Counter[tuple[int, str]]:
+    """The steps in the file that a run with watch.profile has written."""
     (event,) = program.events("operated")
     with gzip.open(program.run_dir / event["file"], "rt") as file:
         return steps_of(json.load(file)["traceEvents"])
@@ -229,19 +218,34 @@ def test_a_run_profiles_steps_from_its_start(tmp_path: Path) -> None:
     """The program ends before the last of them: the file has those that it made."""
     (tmp_path / "short.py").write_text(textwrap.dedent(SHORT))
     words = ("script=short.py", "scale=1x2", "group=inline", "watch.profile=5..20")
-    assert begun_with(Program(tmp_path, *words)) == Counter(
+    program = Program(tmp_path, *words)
+    assert program.wait() == 0, program.screen
+    assert profiled(program) == Counter(
         {(pid, f"step {step}"): 1 for pid in (1, 1001) for step in (5, 6, 7, 8)}
         | {(pid, "Optimizer.step#SGD.step"): 4 for pid in (1, 1001)}
     )
 
 
-def test_a_job_of_one_rank_profiles_its_first_steps(tmp_path: Path) -> None:
+def test_steps_of_fit_have_its_numbers(tmp_path: Path) -> None:
+    """Its first ones, on one rank, and those that a person asks for."""
     (tmp_path / "fits.py").write_text(textwrap.dedent(FIT))
-    words = ("job=fits.py", "scale=1x1", "group=inline", "data.batch_size=4", "optim=sgd")
-    program = Program(tmp_path, *words, "train.steps=6", "watch.profile=2..3")
-    assert begun_with(program) == Counter(
+    words = ("job=fits.py", "scale=1x1", "group=inline", "data.batch_size=4", "train.accumulate=2")
+    endless = ("train.epochs=1000000", "checkpoint.every=1000000000")
+    program = Program(tmp_path, *words, *endless, "optim=sgd", "watch.profile=2..3")
+    program.wait_for_step(2)
+    program.wait_until(lambda: bool(program.events("operated")), "the first profile")
+    assert profiled(program) == Counter(
         {(1, "step 2"): 1, (1, "step 3"): 1, (1, "Optimizer.step#SGD.step"): 2}
     )
+    first, events = profile(program, "steps=2")
+    begin = int(re.findall(r"\d+", first)[0])
+    names = {event["name"] for event in events if event.get("cat") == "step"}
+    assert names == {f"step {begin}", f"step {begin + 1}"}
+    reported = [each["step"] for each in program.events("report")]
+    asked = reported.index(begin)
+    assert asked < len(reported) - 1
+    assert operate(tmp_path, "stop").returncode == 0
+    assert program.wait() == 128 + signal.SIGTERM
 
 
 def test_steps_that_can_not_be_profiled_are_refused(tmp_path: Path) -> None:

@@ -63,12 +63,12 @@ def launch(rig: Rig, home: Path, *words: str, code: int = 0) -> tuple[list[str],
     )
 
 
-def test_a_program_of_torchruns_on_three_hosts(rig: Rig, home: Path) -> None:
+def test_a_program_of_torchruns_on_as_many_hosts_as_there_are(rig: Rig, home: Path) -> None:
     lines, _ = launch(
         rig,
         home,
         "--nnodes",
-        "3",
+        "2:8",
         "--nproc-per-node",
         "2",
         str(SCRIPTS / "env_ddp.py"),
@@ -78,13 +78,6 @@ def test_a_program_of_torchruns_on_three_hosts(rig: Rig, home: Path) -> None:
     assert lines == [
         f"[{rank}] rank {rank} local {rank % 2} of 6: same weights True" for rank in range(6)
     ]
-
-
-def test_as_many_nodes_as_there_are_between_two_numbers(rig: Rig, home: Path) -> None:
-    lines, _ = launch(
-        rig, home, "--nnodes", "2:8", "--nproc-per-node", "1", str(SCRIPTS / "env_ddp.py")
-    )
-    assert len(lines) == 3
 
 
 def test_the_host_of_the_rank_that_failed_is_named(rig: Rig, home: Path) -> None:
@@ -261,27 +254,26 @@ def test_ranks_of_three_hosts_add_up(rig: Rig, home: Path) -> None:
         pytest.param(DEBIAN, id="mpich-debian", marks=requires_debian),
     ],
 )
-@pytest.mark.parametrize(("interface", "other"), [("ib0", "eth0"), ("eth0", "ib0")])
 def test_its_traffic_goes_where_fabric_interface_says(
-    rig: Rig, home: Path, mpi_words: list[str], interface: str, other: str
+    rig: Rig, home: Path, mpi_words: list[str]
 ) -> None:
-    """4 MB of each rank; Ray's own words go over eth0. Open MPI's own TCP, MPICH's UCX over TCP, and
-    libfabric's tcp provider."""
+    """4 MB of each rank; Ray's own words go over eth0, and so do MPI's without the setting. Open
+    MPI's own TCP, MPICH's UCX over TCP, and libfabric's tcp provider."""
     (home / "lib").mkdir()
     (home / "lib/libmpi.so.12").symlink_to(DEBIANS)  # mpi4py's name for it
-    before = [(host.bytes(interface)[1], host.bytes(other)[1]) for host in rig.hosts]
+    before = [(host.bytes("ib0")[1], host.bytes("eth0")[1]) for host in rig.hosts]
     run_mpi(
         rig,
         home,
         "script=sum.py",
         "args=[500000]",
         "env.OMPI_MCA_mpi_yield_when_idle=true",  # three hosts on the cores of one machine
-        f"fabric.interface={interface}",
+        "fabric.interface=ib0",
         *(word.replace("{home}", str(home)) for word in mpi_words),
     )
     for host, (own, others) in zip(rig.hosts, before, strict=True):
-        assert host.bytes(interface)[1] - own > 4_000_000
-        assert host.bytes(other)[1] - others < 2_000_000
+        assert host.bytes("ib0")[1] - own > 4_000_000
+        assert host.bytes("eth0")[1] - others < 2_000_000
 
 
 @requires_mpi
@@ -293,12 +285,6 @@ def test_a_killed_rank_of_another_host_is_the_culprit(rig: Rig, home: Path) -> N
         signal.SIGKILL,
     )
     assert "rank 3 on host1" in screen
-    _, _, result = run_mpi(rig, home, "script=killed.py", "args=[abort]", *APART, code=1)
-    assert (result["cause"]["rank"], result["cause"]["host"], result["cause"]["code"]) == (
-        3,
-        "host1",
-        9,
-    )
     assert remaining(rig) == []
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from raydist.shared.kinds import EventJson
 from tests.programs import Program
-from tests.scenarios.test_drain import drain
 from tests.scenarios.test_elastic_run import Site, resized, site_of, sizes
 from tests.scenarios.test_operate import operate
 
@@ -96,8 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[EventJson]:
 def test_an_own_loop_leaves_a_drained_node(
     site: Site, tmp_path: Path, whole: list[EventJson]
 ) -> None:
-    for _ in range(3):
-        site.add()
+    site.have(3)
     # hardly ever a snapshot: the step after which all ranks stop is kept
     words = ("scale=2x1", "scale.spares=1", "snapshot.every=1000", "restart.max=1")
     run = start(tmp_path, *words, address=site.cluster.address)
@@ -105,7 +103,7 @@ def test_an_own_loop_leaves_a_drained_node(
     run.wait_for_step(5)
     (first,) = run.events("plan")
     left = first["slots"][1]["node"]
-    drain(site.cluster.address, left)
+    site.drain(next(node for node in site.added if node.node_id == left))
     run.wait_until(lambda: len(run.events("restarted")) == 1, "step after the drain")
     made = finish(run)
     assert left not in {slot["node"] for slot in run.events("plan", "takeover")[-1]["slots"]}
@@ -118,7 +116,7 @@ def test_an_own_loop_leaves_a_drained_node(
 def test_an_own_loop_grows_with_a_node_that_joins_and_shrinks_without_it(
     site: Site, tmp_path: Path
 ) -> None:
-    site.add()
+    site.have(1)
     words = ("scale=1..2x1", "job.args.dropout=0.0", "snapshot.every=1")
     run = start(tmp_path / "run", *words, address=site.cluster.address)
     site.runs.append(run)

@@ -153,7 +153,7 @@ def test_only_killed_ranks_of_an_own_loop_are_replaced(whole: Result[Any]) -> No
 
 
 def test_the_same_loop_goes_on_when_all_ranks_are_forked(whole: Result[Any]) -> None:
-    done = train(struck=STRUCK)
+    done = train(struck=(kill(1, 9), kill(0, 20, 1)))
     same(done, whole)
     # ranks that are stopped at the same moment may be one step apart
     assert max(event["repeated"] for event in events(done, "restarted")) <= 1
@@ -189,9 +189,11 @@ def test_an_own_loop_goes_on_in_another_run(whole: Result[Any]) -> None:
     assert losses(done) == losses(whole)
 
 
-def test_an_own_loop_that_cannot_go_back_alone_begins_anew_on_all_ranks() -> None:
+def test_an_own_loop_that_cannot_go_back_alone_begins_anew_on_all_ranks(
+    whole: Result[Any],
+) -> None:
     done = train("restart.in_place=auto", struck=(kill(1, 10),), used=True)
-    same(done, train(used=True))
+    same(done, whole)
     (back,) = events(done, "restarted")
     why = "the job used torch.distributed before the steps of raydist.Recoverable"
     # a rank that notices by itself that it has lost a peer is not asked
@@ -207,9 +209,9 @@ def test_the_program_of_the_page_keeps_its_processes(tmp_path: Path) -> None:
         r"```python\n(.*?)```\n\n    raydist train (.*?)\n", section, re.DOTALL
     ).groups()
     (tmp_path / "mine.py").write_text(program)
-    words = (*command.split(), "watch.progress=none", "train.steps=1500")
+    words = (*command.split(), "watch.progress=none", "train.steps=800")
     run = Program(tmp_path, *words, "group=inline")
-    run.wait_for_step(200)
+    run.wait_for_step(100)
     (victim,) = [each["pid"] for each in run.events("began") if each["rank"] == 1]
     os.kill(victim, signal.SIGKILL)
     assert run.wait() == 0, run.screen

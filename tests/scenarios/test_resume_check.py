@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,10 +55,11 @@ def equal(program: Program, checked: EventJson) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("parallel=fsdp",), ("job.args.stream=true",), ("restart.in_place=auto",)],
-    ids=["ddp", "fsdp", "stream", "in place"],
+    [("job.args.stream=true",), ("restart.in_place=auto",)],
+    ids=["stream", "in place"],
 )
 def test_a_restart_repeats_steps_to_the_bit(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """And under each division of the model: test_all_together."""
     program = start(tmp_path, "job.args.end=kill", *words)
     equal(program, finished(program))
     (back,) = program.events("restarted")
@@ -77,36 +75,25 @@ def test_a_loss_that_depends_on_the_time_is_found(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the run folder of a training that Ctrl-C has stopped."""
-
-    @cache
-    def run(division: str) -> Path:
-        folder = tmp_path_factory.mktemp(division)
-        program = start(folder, "job.args.end=wait", f"parallel={division}")
-        program.wait_for_step(10, 300)
-        # Rank 0's reports are those that are compared; rank 1's may come first.
-        program.wait_until(lambda: reported(program, 10), "step 10 of rank 0", 300)
-        program.signal(signal.SIGINT)
-        assert program.wait(300) == 130
-        assert program.events("checked") == []
-        return program.run_dir
-
-    return run
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a training in shards that Ctrl-C has stopped."""
+    program = start(tmp_path_factory.mktemp("stopped"), "job.args.end=wait", "parallel=fsdp")
+    program.wait_for_step(10, 300)
+    # Rank 0's reports are those that are compared; rank 1's may come first.
+    program.wait_until(lambda: reported(program, 10), "step 10 of rank 0", 300)
+    program.signal(signal.SIGINT)
+    assert program.wait(300) == 130
+    assert program.events("checked") == []
+    return program.run_dir
 
 
-@pytest.mark.parametrize("division", ["ddp", "fsdp"])
-def test_a_resumed_run_repeats_steps_to_the_bit(
-    tmp_path: Path, stopped: Callable[[str], Path], division: str
-) -> None:
-    program = start(tmp_path, f"resume={stopped(division)}", f"parallel={division}")
+def test_a_resumed_run_repeats_steps_to_the_bit(tmp_path: Path, stopped: Path) -> None:
+    program = start(tmp_path, f"resume={stopped}", "parallel=fsdp")
     equal(program, finished(program))
 
 
-def test_another_order_of_the_samples_is_found(
-    tmp_path: Path, stopped: Callable[[str], Path]
-) -> None:
-    program = start(tmp_path, f"resume={stopped('ddp')}", "seed=6")
+def test_another_order_of_the_samples_is_found(tmp_path: Path, stopped: Path) -> None:
+    program = start(tmp_path, f"resume={stopped}", "parallel=fsdp", "seed=6")
     checked = finished(program)
     assert (checked["resumed"], checked["differs"], checked["what"]) == (8, 9, "samples")
     assert len(warnings(program)) == 1
@@ -117,11 +104,3 @@ def test_the_last_step_that_was_recorded_leaves_nothing_to_compare(tmp_path: Pat
     checked = finished(program)
     assert (checked["resumed"], checked["steps"], checked.get("differs")) == (10, 0, None)
     assert warnings(program) == []
-
-
-def test_without_the_setting_nothing_is_compared(tmp_path: Path) -> None:
-    program = start(tmp_path, "job.args.end=kill", "train.check_resume=false", "snapshot.every=4")
-    assert program.wait(300) == 0, program.screen
-    assert program.events("checked") == []
-    reports: list[dict[str, Any]] = program.events("report")
-    assert not any("samples_hash" in report for report in reports)

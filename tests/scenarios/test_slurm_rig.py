@@ -41,17 +41,18 @@ def job(config, dropout=0.2, pause=0.0):
     model = nn.Sequential(nn.Linear(10, 32), nn.Dropout(dropout), nn.ReLU(), nn.Linear(32, 3))
 
     def loss(output, target):
-        time.sleep(pause)
+        time.sleep(float(pause))
         return nn.functional.cross_entropy(output, target)
 
     return raydist.fit(config, train=TensorDataset(inputs, targets), loss=loss, model=model)
 """
 STEPS = 60
 SBATCH = "sbatch --requeue --gpus-per-node=0"
-SCRIPT = (
-    f"deploy/slurm/train.sbatch job=mine.py optim=sgd data.batch_size=8 train.steps={STEPS} "
+WORDS = (
+    f"job=mine.py optim=sgd data.batch_size=8 train.steps={STEPS} "
     "snapshot.every=1 checkpoint.every=1000000 resume=auto scale.cpus=1"
 )
+SCRIPT = f"deploy/slurm/train.sbatch {WORDS}"
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +65,13 @@ def slurm() -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def limited(slurm: Slurm) -> str:
-    """A job on host3 that reaches its time limit. The shortest limit of Slurm is minutes: the tests on
-    the other nodes do not wait for it."""
+def array(slurm: Slurm) -> str:
+    """Two tasks on one node: the second, whose steps take 4 s, reaches its time limit. The shortest
+    limit of Slurm is minutes: the tests on the other nodes do not wait for it."""
+    where = "--nodes=1 --nodelist=host3 --oversubscribe --time=3 --signal=B:TERM@30"
+    task = "${oc.env:SLURM_ARRAY_TASK_ID}"
     return slurm.submit(
-        f"{SBATCH} --nodes=1 --nodelist=host3 --time=3 --signal=B:TERM@30 {SCRIPT} name=limited "
-        "train.steps=1000000 job.args.pause=0.05"
+        f"{SBATCH} {where} --array=0,4 {SCRIPT} 'seed={task}' 'job.args.pause={task}'"
     )
 
 
@@ -105,10 +107,10 @@ def results(runs: Path) -> list[dict[str, Any]]:
 
 
 def assert_tidy(slurm: Slurm, *hosts: str) -> None:
-    """Nothing is left on these hosts; without names on all."""
+    """Nothing is left on these hosts."""
 
     def left() -> dict[str, list[str]]:
-        return {name: each for name, each in slurm.left().items() if not hosts or name in hosts}
+        return {name: each for name, each in slurm.left().items() if name in hosts}
 
     wait_until(lambda: not left(), lambda: str(left()))
 
@@ -124,26 +126,23 @@ def wait_for_step(slurm: Slurm, job: str, runs: Path, step: int) -> None:
     wait_until(reached, lambda: f"step {step}: {slurm.output(job)}", 300)
 
 
-def test_three_nodes_train_and_a_lost_node_costs_no_step(slurm: Slurm) -> None:
+@pytest.mark.usefixtures("array")
+def test_two_nodes_train_and_a_lost_node_costs_no_step(slurm: Slurm) -> None:
     # The random numbers of a lost node's ranks, for dropout, are lost with it.
-    words = f"--nodes=3 {SCRIPT} job.args.dropout=0"
-    # as a site with SBATCH_EXPORT, or a person, limits what a job gets: the steps need more
-    whole = slurm.submit(f"{SBATCH} --export=HOME,PATH,RAYDIST_SETUP {words}")
-    slurm.wait_for(whole, "COMPLETED")
-    assert slurm.show(whole)["ExitCode"] == "0:0"
-    runs = slurm.project / "runs"
-    (result,) = results(runs / "mine")
-    assert (result["status"], result["world_size"]) == ("finished", 3)
-    (plan,) = read_events(Path(result["dir"], "events.jsonl"), "plan")
-    assert [slot["host"] for slot in plan["slots"]] == [node.name for node in slurm.nodes]
-    assert_tidy(slurm)
+    words = f"{WORDS} job.args.dropout=0"
+    train = "python -m raydist.train group=inline scale=1x2"
+    slurm.type(f". $RAYDIST_SETUP; {train} {words} name=undisturbed")
 
-    lost = slurm.submit(f"{SBATCH} {words} name=lost job.args.pause=0.2")
+    # as a site with SBATCH_EXPORT, or a person, limits what a job gets: the steps need more
+    where = "--export=HOME,PATH,RAYDIST_SETUP --nodes=2 --nodelist=host1,host2"
+    script = f"deploy/slurm/train.sbatch {words} name=lost job.args.pause=0.2"
+    lost, runs = slurm.submit(f"{SBATCH} {where} {script}"), slurm.project / "runs"
     wait_for_step(slurm, lost, runs / "lost", 20)
-    own = [folder for node in slurm.nodes for folder in (node.root / "tmp").glob("ray-*")]
+    nodes = slurm.nodes[:2]
+    own = [folder for node in nodes for folder in (node.root / "tmp").glob("ray-*")]
     # Ray's own folders in them are open to every account
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in own] == [0o700] * 3
-    victim = slurm.nodes[1]
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in own] == [0o700] * 2
+    victim = nodes[1]
     victim.kill()
     slurm.wait_for(lost, "PENDING")
     before = max(losses(runs / "lost"))
@@ -151,41 +150,47 @@ def test_three_nodes_train_and_a_lost_node_costs_no_step(slurm: Slurm) -> None:
     victim.boot()
     slurm.join(victim)
     slurm.wait_for(lost, "COMPLETED")
-    assert slurm.show(lost)["Restarts"] == "1"
-    assert_same_training(runs / "lost", runs / "mine")
-    assert_tidy(slurm)
+    shown = slurm.show(lost)
+    assert (shown["Restarts"], shown["ExitCode"]) == ("1", "0:0")
+    result = results(runs / "lost")[-1]
+    assert (result["status"], result["world_size"]) == ("finished", 2)
+    (plan,) = read_events(Path(result["dir"], "events.jsonl"), "plan")
+    assert [slot["host"] for slot in plan["slots"]] == [node.name for node in nodes]
+    assert_same_training(runs / "lost", runs / "undisturbed")
+    assert_tidy(slurm, "host1", "host2")
 
 
-@pytest.mark.usefixtures("limited")
-def test_an_array_of_two_tasks_on_one_node(slurm: Slurm) -> None:
-    """And a training that Slurm preempts, that is stopped and that is continued, as its second."""
-    where = "--nodes=1 --nodelist=host1 --oversubscribe"
-    array = slurm.submit(
-        f"{SBATCH} {where} --array=0-1 {SCRIPT} 'seed=${{oc.env:SLURM_ARRAY_TASK_ID}}'"
-    )
+def test_a_preempted_training_continues_where_it_was(slurm: Slurm, array: str) -> None:
+    words = f"--nodes=1 --nodelist=host2 {SCRIPT} name=preempted seed=0 job.args.pause=0.2"
     runs = slurm.project / "runs"
-    for task in (f"{array}_0", f"{array}_1"):
-        slurm.wait_for(task, "COMPLETED")
-    assert losses(runs / "task-0/mine") != losses(runs / "task-1/mine")
-
-    words = f"--nodes=1 --nodelist=host2 {SCRIPT} name=preempted seed=1 job.args.pause=0.2"
     preempted, folder = slurm.submit(f"{SBATCH} {words}"), runs / "preempted"
     wait_for_step(slurm, preempted, folder, 10)
     urgent = slurm.submit("sbatch --partition=urgent --nodelist=host2 --wrap 'sleep 1'")
     slurm.wait_for(urgent, "COMPLETED")
-    begun = max(losses(folder))
-    wait_for_step(slurm, preempted, folder, begun + 10)
+    assert max(losses(folder)) < STEPS
+    slurm.wait_for(preempted, "COMPLETED")
     assert slurm.show(preempted)["Restarts"] == "1"
-    slurm.type(f"scancel --batch --signal=TERM {preempted}")
-    slurm.wait_for(preempted, "FAILED")
-    assert slurm.show(preempted)["ExitCode"] == "143:0"
-    stopped = results(folder)[-1]
+    last = Path(results(folder)[-1]["dir"], "events.jsonl")
+    assert min(report["step"] for report in read_events(last, "report")) >= 10
+    slurm.wait_for(f"{array}_0", "COMPLETED")
+    assert_same_training(folder, runs / "task-0/mine")
+    assert_tidy(slurm, "host2")
+
+
+def test_a_time_limit_leaves_the_last_state(slurm: Slurm, array: str) -> None:
+    """Of one of two tasks on a node; the other one has ended before."""
+    slurm.wait_for(f"{array}_0", "COMPLETED")
+    slurm.wait_for(f"{array}_4", "FAILED")
+    assert slurm.show(f"{array}_4")["ExitCode"] == "143:0"
+    runs = slurm.project / "runs"
+    seen = losses(runs / "task-4/mine")
+    assert seen[1] != losses(runs / "task-0/mine")[1]
+    (stopped,) = results(runs / "task-4/mine")
     assert (stopped["status"], stopped["signal"]) == ("stopped", 15)
     assert Path(stopped["checkpoint"]).is_dir()
-    again = slurm.submit(f"{SBATCH} {words}")
-    slurm.wait_for(again, "COMPLETED")
-    assert_same_training(folder, runs / "task-1/mine")
-    assert_tidy(slurm, "host1", "host2")
+    saved = int(Path(stopped["checkpoint"]).name.removeprefix("step-"))
+    assert saved >= max(seen) - 1
+    assert_tidy(slurm, "host3")
 
 
 LISTENER = (
@@ -217,11 +222,11 @@ def test_what_is_not_started(slurm: Slurm) -> None:
     assert "The current node timed out" in slurm.output(job)
 
     second.run(["mount", "-o", "remount,ro", "/tmp"])
-    job = slurm.submit(f"RAYDIST_JOIN_S=8 {SBATCH} --nodelist=host1,host2 {SCRIPT} name=never")
+    job = slurm.submit(f"RAYDIST_JOIN_S=30 {SBATCH} --nodes=3 {SCRIPT} name=never")
     slurm.wait_for(job, "FAILED")
     assert slurm.show(job)["ExitCode"] == "1:0"
-    assert "ray: 1 of 2 nodes have joined" in slurm.output(job)
-    assert "to train on those that have joined: scale.nodes=1..2" in slurm.output(job)
+    assert "ray: 2 of 3 nodes have joined" in slurm.output(job)
+    assert "to train on those that have joined: scale.nodes=1..3" in slurm.output(job)
     second.run(["mount", "-o", "remount,rw", "/tmp"])
 
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -233,18 +238,7 @@ def test_what_is_not_started(slurm: Slurm) -> None:
         other.communicate("x")
     assert f"port 20001 of {first.address()} is another user's" in slurm.output(job)
     assert not (slurm.project / "runs/never").exists()
-    assert_tidy(slurm, "host1", "host2")
-
-
-def test_a_time_limit_leaves_the_last_state(slurm: Slurm, limited: str) -> None:
-    runs = slurm.project / "runs/limited"
-    slurm.wait_for(limited, "FAILED")
-    assert slurm.show(limited)["ExitCode"] == "143:0"
-    (stopped,) = results(runs)
-    assert stopped["signal"] == 15
-    saved = int(Path(stopped["checkpoint"]).name.removeprefix("step-"))
-    assert saved >= max(losses(runs)) - 1
-    assert_tidy(slurm)
+    assert_tidy(slurm, "host1", "host2", "host3")
 
 
 def test_a_command_in_an_allocation_is_one_run_on_a_node_or_refused(slurm: Slurm) -> None:
@@ -256,16 +250,16 @@ def test_a_command_in_an_allocation_is_one_run_on_a_node_or_refused(slurm: Slurm
         f"{train} name=login; echo code $?",
         f"srun --nodes=1 --ntasks=1 {train} name=one; echo code $?",
     )
-    screen = slurm.type(f"salloc --nodes=3 bash -c '{'; '.join(lines)}'")
+    screen = slurm.type(f"salloc --nodes=2 bash -c '{'; '.join(lines)}'")
     assert [line for line in screen.splitlines() if line.startswith("code ")] == [
         "code 2",
         "code 2",
         "code 2",
         "code 0",
     ], screen
-    assert screen.count("each of srun's 3 tasks would be a separate run") == 2, screen
+    assert screen.count("each of srun's 2 tasks would be a separate run") == 2, screen
     assert screen.count("this shell of salloc is on none of the allocation's nodes") == 1, screen
-    assert screen.count("sbatch --nodes=3 deploy/slurm/train.sbatch") == 3, screen
+    assert screen.count("sbatch --nodes=2 deploy/slurm/train.sbatch") == 3, screen
     runs = slurm.project / "runs"
     assert [
         folder.name for folder in runs.glob("*") if folder.name in ("three", "login", "one")

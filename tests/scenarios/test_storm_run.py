@@ -14,8 +14,8 @@ from tests.checkpoints import differences
 
 pytestmark = pytest.mark.skipif(not connects_anew(), reason="this torch cannot connect ranks anew")
 KILLS = 5
-NAMES = ("ddp, data.workers=1", "fsdp", "pp", "a loop of one's own")
-"""What differs most in how ranks begin anew; test_in_place_run has others."""
+NAMES = ("ddp, data.workers=1", "pp")
+"""What differs most in how ranks begin anew; test_in_place_run and test_recoverable_run have others."""
 
 
 @pytest.mark.slow

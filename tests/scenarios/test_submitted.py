@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
@@ -21,7 +20,6 @@ from tests.records import read_events
 
 pytestmark = pytest.mark.ray
 QUIET = "watch.progress=none"
-GROUPS = ["group=ray", "group=inline"]
 
 
 def report_until(file: str, most: int = 100_000) -> int:
@@ -40,10 +38,11 @@ def raise_at_first_report(run: raydist.Run[int]) -> None:
             raise KeyError
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("ranks", "group"), [(1, "group=inline"), (3, "group=inline"), (3, "group=ray")]
+)
 def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
-    on_ray: Path, group: str, ranks: int, capfd: pytest.CaptureFixture[str]
+    on_ray: Path, ranks: int, group: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     go = on_ray / "go"
     run = raydist.submit(report_until, f"scale=1x{ranks}", group, args=(str(go),))
@@ -64,9 +63,8 @@ def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_run_is_stopped_in_order_and_raises_stopped(on_ray: Path, group: str) -> None:
-    run = raydist.submit(report_until, "scale=1x2", group, args=(str(on_ray / "never"),))
+def test_a_run_is_stopped_in_order_and_raises_stopped(on_ray: Path) -> None:
+    run = raydist.submit(report_until, "scale=1x2", "group=inline", args=(str(on_ray / "never"),))
     for event in run.events():
         if isinstance(event, events.Report):
             run.stop()
@@ -124,7 +122,8 @@ if __name__ == "__main__":
 def test_two_runs_of_a_program_share_its_connection(
     ray_address: str, tmp_path: Path, group: str, joins: bool
 ) -> None:
-    """Each waits for the other, so both run at a time; the first to end does not leave Ray."""
+    """Each waits for the other, so both run at a time; the first to end does not leave Ray. A
+    partial has the name of its function."""
     (tmp_path / "both.py").write_text(PROGRAM)
     env: dict[str, Any] = {**os.environ, "RAYDIST_RUNS": str(tmp_path / "runs")}
     env |= {"RAY_ADDRESS": ray_address} if joins else {}
@@ -134,12 +133,6 @@ def test_two_runs_of_a_program_share_its_connection(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "('a',) ('b',) wait_for\nFalse\n"
-
-
-def test_a_partial_has_the_name_of_its_function(on_ray: Path) -> None:
-    done = raydist.run(functools.partial(report_until, str(on_ray)), "scale=1x1", QUIET)
-    assert done.values == (0,)
-    assert done.dir.parent.name == "report_until"
 
 
 def test_the_example_of_the_page_runs_and_prints_its_reports(on_ray: Path) -> None:

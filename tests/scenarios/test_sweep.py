@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -267,25 +266,19 @@ def test_a_full_disk_does_not_stop_a_sweep(on_ray: Path, small_disk: Path) -> No
 
 
 def test_room_for_one_gang_and_eight_asked_for(on_ray: Path) -> None:
-    """Round after round, and one rank of a trial in each is killed; `python -m bench gangs --rounds
-    50` runs more."""
-    end = time.monotonic() + 25
-    for number in range(50):
+    """One rank of two trials is killed; `python -m bench gangs --rounds 50` runs more rounds."""
+    for number in range(2):
         done = gangs.sweep_round(number, cpus=4)
         assert most_at_a_time(done) == 1
         assert_nothing_held()
-        if time.monotonic() > end:
-            return
 
 
 def test_trials_of_two_sizes_share_the_cluster(on_ray: Path) -> None:
     def size() -> int:
         return raydist.rank().world_size
 
-    done = raydist.sweep(
-        size, "scale=1x4,1x1,1x3", "seed=1,2", "backend=gloo", "watch.progress=none"
-    )
-    assert [len(done.results[number].values) for number in range(6)] == [4, 4, 1, 1, 3, 3]
+    done = raydist.sweep(size, "scale=1x3,1x1", "seed=1,2", "backend=gloo", "watch.progress=none")
+    assert [len(done.results[number].values) for number in range(4)] == [3, 3, 1, 1]
     assert_nothing_held()
 
 

@@ -60,7 +60,7 @@ def test_trials_are_added_while_a_sweep_runs_and_after_its_end(
 ) -> None:
     (tmp_path / "job.py").write_text(JOB.replace("THERE", str(tmp_path)))
     first = sweep(
-        tmp_path, ray_address, "job=job.py", "job.args.factor=2,3", "scale=1x2", "backend=gloo",
+        tmp_path, ray_address, "job=job.py", "job.args.factor=2,3", "scale=1x1", "backend=gloo",
         "restart=none", "sweep.parallel=1", "sweep.objective=min:loss", "env.API_KEY=hush",
         f"hydra.sweep.dir={tmp_path}/one_sweep",
     )  # fmt: skip

@@ -237,6 +237,7 @@ def test_trackers_show_trials_as_a_group(swept: Swept) -> None:
             for each in (second, third)]  # fmt: skip
     assert tags == [["one_sweep", f"one_sweep-{n}", f"job.args.factor={n + 1}"] for n in (1, 2)]
     assert (second["status"], third["status"], second["runs"]) == ("FINISHED", "FAILED", 3)
+    assert "too <b>great</b>" in third["culprit"]
     assert (wandb["group"], wandb["notes"]) == ("one_sweep", "job.args.factor=2")
     assert (trackio["group"], trackio["runs"]) == ("one_sweep", 3)
     assert hparams == {"differs": {"job.args.factor": 2.0}, "metrics": ["loss"], "ended": True}

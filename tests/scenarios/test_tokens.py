@@ -23,7 +23,7 @@ def test_a_cluster_without_tokens_is_named(
     tmp_path: Path, without_tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("job=synthetic", "train.steps=2", "scale=1x1")
-    refused = Program(tmp_path, *words, address=without_tokens, alone=True)
+    refused = Program(tmp_path, *words, address=without_tokens)
     assert refused.wait() == 1, refused.screen
     assert f"error: the Ray at {without_tokens} was started with RAY_AUTH_MODE=disabled" in (
         refused.screen

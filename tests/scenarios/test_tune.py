@@ -62,14 +62,12 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
 
     results = tune.Tuner(
         tune.with_resources(trainable, {"CPU": 1}),
-        param_space={"rate": tune.grid_search([0.1, 0.25, 0.9])},
+        param_space={"rate": tune.grid_search([0.25, 0.9])},
         tune_config=tune.TuneConfig(max_concurrent_trials=1),
         run_config=tune.RunConfig(storage_path=str(on_ray / "tune"), verbose=0),
     ).fit()
-    assert [(each.metrics or {}).get("ranks") for each in results] == [2, 2, None]
-    assert [
-        (each.metrics or {})["total"] for each in results if each.error is None
-    ] == pytest.approx([0.2, 0.5])
+    assert [(each.metrics or {}).get("ranks") for each in results] == [2, None]
+    assert (results[0].metrics or {})["total"] == pytest.approx(0.5)
     assert len(results.errors) == 1
 
     def released() -> bool:

@@ -459,7 +459,7 @@ def look(folder: Path) -> None:
 
 def test_a_saver_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
     folder, last = tmp_path / "checkpoints", 0
-    for round in range(4):
+    for round in range(3):
         saver = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)],
             stdout=subprocess.PIPE,

@@ -32,6 +32,12 @@ from tests.leftovers import remaining_processes
 from tests.stores import store
 
 
+@pytest.fixture
+def _no_library_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with torch for each node takes longer than all other checks."""
+    monkeypatch.setattr(doctor_rounds, "TRIED", {})
+
+
 def output_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     assert doctor.main(words) == code
     captured = capsys.readouterr()
@@ -102,6 +108,7 @@ def test_a_program_is_a_job_like_any_other(
     assert "this job can run: " in output_of(capsys, *words)
 
 
+@pytest.mark.usefixtures("_no_library_is_tried")
 def test_a_run_folder_that_cannot_be_made_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     place = "/proc/1/nowhere"  # not even root can make a folder there
     text = output_of(capsys, "group=inline", "scale=1x1", f"hydra.run.dir={place}", code=1)
@@ -109,6 +116,7 @@ def test_a_run_folder_that_cannot_be_made_is_found(capsys: pytest.CaptureFixture
     assert "hydra.run.dir=<a folder that you own>" in text
 
 
+@pytest.mark.usefixtures("_no_library_is_tried")
 def test_the_storage_is_written_and_seen_and_nothing_stays_in_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +137,7 @@ def test_the_storage_is_written_and_seen_and_nothing_stays_in_it(
         assert "storage=s3://nosuch/runs can't be written here" in finding["text"]
 
 
+@pytest.mark.usefixtures("_no_library_is_tried")
 def test_a_node_that_does_not_see_the_storage_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +277,7 @@ def test_a_node_that_cannot_listen_is_named_and_the_rest_goes_on(tmp_path: Path)
     assert "gloo" in report.checks
 
 
+@pytest.mark.usefixtures("_no_library_is_tried")
 def test_a_node_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +292,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for(
     assert "no answer within 0.2 s" in report.findings[0].text
 
 
+@pytest.mark.usefixtures("_no_library_is_tried")
 def test_each_node_is_asked_as_often_among_many_as_among_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,9 +304,6 @@ def test_each_node_is_asked_as_often_among_many_as_among_few(
         return real(self, step, arguments, extra)
 
     monkeypatch.setattr(Rounds, "_ask", counted)
-    monkeypatch.setattr(
-        doctor_rounds, "TRIED", {}
-    )  # a process with torch for each node needs separate machines
     few, many = 3, 24
     for nodes in (few, many):
         (tmp_path / str(nodes)).mkdir()
@@ -306,6 +314,7 @@ def test_each_node_is_asked_as_often_among_many_as_among_few(
     assert {n for _, n in calls[half:]} == {many}
 
 
+@pytest.mark.usefixtures("_no_library_is_tried")
 def test_two_nodes_of_one_name_are_told_apart(tmp_path: Path) -> None:
     report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"], host="pod")
     assert [host.name for host in report.hosts] == ["pod/127.0.0.1", "pod/127.0.0.2"]

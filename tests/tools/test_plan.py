@@ -341,11 +341,6 @@ def test_a_running_cluster_is_only_read(ray_address: str, tmp_path: Path) -> Non
     assert planned["nodes"] == f"the Ray cluster at {ray_address} (1 node)"
     assert planned["world_size"] == 4
     assert planned["slots"][0]["node"] != "here"
-    refused = subprocess.run(
-        [*command, "scale=1x9"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert refused.returncode == 2
-    assert "chosen twice" in refused.stderr
     command[-2] = "scale=1x9"
     refused = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120

@@ -101,13 +101,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "division", "more"),
     [
         (1, "ddp", {}),
-        (2, "ddp", {"compile": True, "accumulate": 2, "loss_per": "token"}),
+        (1, "ddp", {"compile": True, "accumulate": 2, "loss_per": "token"}),
         (2, "ddp", {"compile": True, "loss_chunks": 5}),
-        (2, "ddp", {"accumulate": 2, "loss_per": "token", "clip": 0.5}),
-        (2, "ddp", {"loss_chunks": 5, "recompute": "blocks"}),
-        (2, "ddp", {"loss_chunks": 3, "accumulate": 2, "loss_per": "token"}),
-        (2, "ddp", {"recompute": "selective", "precision": "bf16"}),
-        (2, "fsdp", {"loss_chunks": 5, "loss_per": "token"}),
+        (2, "ddp", {"loss_chunks": 3, "accumulate": 2, "loss_per": "token", "clip": 0.5}),
+        (2, "fsdp", {"loss_chunks": 5, "loss_per": "token", "recompute": "blocks"}),
+        (1, "ddp", {"recompute": "selective", "precision": "bf16"}),
     ],
     ids=str,
 )
@@ -126,8 +124,8 @@ def test_the_losses_are_those_without(
 
 
 def test_one_block_is_compiled_for_all_and_the_loss(folder: Path) -> None:
-    _, _, few, after = trained(folder, 2, "ddp", compile="blocks")
-    _, _, many, _ = trained(folder, 2, "ddp", layers=5, compile="blocks")
+    _, _, few, after = trained(folder, 1, "ddp", compile="blocks")
+    _, _, many, _ = trained(folder, 1, "ddp", layers=5, compile="blocks")
     assert len(many.made) == len(few.made)
     of_loss, of_block = few.runs_of("cross_entropy"), few.runs_of("scaled_dot_product_attention")
     assert of_loss[0] == 4  # once for each step; others are of evaluations
@@ -136,10 +134,16 @@ def test_one_block_is_compiled_for_all_and_the_loss(folder: Path) -> None:
     assert not after, "the model is compiled after fit"
 
 
-def test_generated_code_gives_the_same_losses(folder: Path) -> None:
+def test_generated_code_gives_the_same_losses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank: each rank generates it anew. Without what only costs time here: programs that
+    try which vectors the CPU has, and processes beside the rank that compile."""
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     more = {"accumulate": 2, "loss_per": "token"}
-    losses, figures, _, _ = trained(folder, 2, "fsdp", 2, False, compile="blocks", **more)
-    wanted, known, _, _ = trained(folder, 2, "fsdp", **more)
+    losses, figures, _, _ = trained(folder, 1, "fsdp", 2, False, compile="blocks", **more)
+    wanted, known, _, _ = trained(folder, 1, "fsdp", **more)
     assert losses == pytest.approx(wanted, abs=1e-5)
     assert figures == pytest.approx(known, abs=1e-4)
 
@@ -193,8 +197,8 @@ def own_step(job: Job) -> tuple[dict[str, float], Graphs, bool]:
 def test_losses_that_are_not_fits_go_on_too(tmp_path: Path, training: Callable[[Job], Any]) -> None:
     job = replace(TASK, train=replace(TASK.train, loss_per="token"))
     compiled = replace(job, train=replace(job.train, compile="blocks"))
-    results = succeeded(run_ranks(2, compiled, training, tmp_path / "compiled"))
-    wanted = succeeded(run_ranks(2, job, training, tmp_path / "plain"))
+    results = succeeded(run_ranks(1, compiled, training, tmp_path / "compiled"))
+    wanted = succeeded(run_ranks(1, job, training, tmp_path / "plain"))
     assert common_losses(results) == pytest.approx(common_losses(wanted), abs=1e-5)
     figures, graphs, same = results[0].value
     assert figures == pytest.approx(wanted[0].value[0], abs=1e-5)

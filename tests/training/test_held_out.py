@@ -23,8 +23,7 @@ from tests.training.test_hooks import BASE, BATCH, Net, by_hand, once, tensors
 
 DIVISIONS = {
     "ddp": Parallel("ddp"),
-    "fsdp": Parallel("fsdp"),
-    "tp": Parallel("tp", tp=2),
+    "tp": Parallel("fsdp", tp=2),
     "pp": Parallel("ddp", pp=2),
 }
 JOB = replace(BASE, train=replace(BASE.train, accumulate=1))

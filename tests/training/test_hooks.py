@@ -41,7 +41,6 @@ BASE = Job(
 DIVISIONS = {
     "ddp": Parallel("ddp"),
     "fsdp": Parallel("fsdp"),
-    "hsdp": Parallel("hsdp", shard=2),
     "tp": Parallel("tp", tp=2),
 }
 

@@ -761,46 +761,6 @@ def test_channels_last_reaches_the_model(tmp_path: Path) -> None:
     assert result.value == (True, True)
 
 
-def test_compile_gives_the_same_numbers(tmp_path: Path) -> None:
-    def compiled_frames(job: Job) -> int:
-        plain(job)
-        return int(torch._dynamo.utils.counters["frames"]["ok"])
-
-    compiled, eager = (
-        succeeded(
-            run_ranks(2, with_train(steps=3, compile=flag), compiled_frames, tmp_path / str(flag))
-        )
-        for flag in (True, False)
-    )
-    assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-4)
-    assert compiled[0].value > 0 == eager[0].value
-
-
-def test_compile_by_blocks_gives_the_same_numbers_under_fsdp(tmp_path: Path) -> None:
-    def compiled_frames(job: Job) -> int:
-        aot = functools.partial(
-            torch.compile, backend="aot_eager"
-        )  # inductor would call a compiler
-        pytest.MonkeyPatch().setattr(torch, "compile", aot)
-        plain(job)
-        return int(torch._dynamo.utils.counters["frames"]["ok"])
-
-    job = replace(with_train(steps=3), parallel=Parallel("fsdp", blocks="Linear"))
-    compiled, eager = (
-        succeeded(
-            run_ranks(
-                2,
-                replace(job, train=replace(job.train, compile=flag)),
-                compiled_frames,
-                tmp_path / str(flag),
-            )
-        )
-        for flag in (True, False)
-    )
-    assert compiled[0].losses == pytest.approx(eager[0].losses, rel=1e-5)
-    assert compiled[0].value > 0 == eager[0].value
-
-
 # Refusals
 
 
