@@ -206,16 +206,13 @@ def started(program: Program) -> bool:
 def sizes() -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield commands that have all choices, each with a number of ranks.
 
-    A choice of a group in SEPARATE has commands of its own, and so have one that does not run and
-    job=gpt, which sets arguments of its optimizer. Of all other groups the first choices are one
-    command, the second ones are another, …
+    A choice of a group in SEPARATE has commands of its own, and so has one that does not run. Of
+    all other groups the first choices are one command, the second ones are another, …
     """
     together: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for words in choices():
         group, _, _ = words[0].partition("=")
-        if words == ("job=gpt",):
-            yield 3, words
-        elif group not in SEPARATE and not expected_code(words, 3):
+        if group not in SEPARATE and not expected_code(words, 3):
             together[group].append(words)
         elif group not in SEPARATE or expected_code(words, 1) == 2:  # alike with any number
             yield 3, words

@@ -477,3 +477,9 @@ def test_a_folder_that_the_user_cannot_read_has_no_conf(
 def test_hcas_are_typed_as_nccl_has_them(typed: str) -> None:
     """The refusal advised what was refused, too."""
     assert compose([f"fabric.hca={typed}"]).fabric.hca == ["mlx5_0", "mlx5_1"]
+
+
+def test_the_language_model_takes_any_optimizer() -> None:
+    """Its arguments for AdamW stayed, and the ranks refused them."""
+    assert compose(["job=gpt"]).optim.args == {"betas": [0.9, 0.95], "weight_decay": 0.1}
+    assert compose(["job=gpt", "optim=sgd"]).optim.args == compose(["optim=sgd"]).optim.args
