@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def train(
     *words: str, struck: tuple[Fault, ...] = (), job: Any = faults.training, **more: Any
 ) -> Result[Any]:
-    done = raydist.run(job, *WORDS, *words, struck=struck, **more)
+    sized = any(word.startswith("scale=") for word in words)
+    done = raydist.run(job, *(WORDS[1:] if sized else WORDS), *words, struck=struck, **more)
     hangs = [each["text"] for each in events(done, "hang")]
     assert "hang" not in [each["cause"] for each in events(done, "stop")], hangs
     return done

@@ -50,4 +50,5 @@ def test_the_last_checkpoint_is_known_although_its_report_was_lost(
     assert run.wait() == 0, run.screen
     assert len(run.events("restart")) == 1
     assert run.result()["checkpoint"] == str(saved)
-    assert [event["step"] for event in run.events("saved")] == [6]
+    # That of the first epoch, after step 4, may have been reported before.
+    assert [event["step"] for event in run.events("saved")][-1] == 6
