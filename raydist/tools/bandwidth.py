@@ -147,8 +147,8 @@ def _names_job(override: str) -> bool:
 
     The measurement is a job of its own.
     """
-    name = override.lstrip("+~").partition("=")[0]
-    if override == "backend=script":  # torchrun's variables, for a program
+    name, _, value = override.lstrip("+~").partition("=")
+    if (name, value) == ("backend", "script"):  # torchrun's variables, for a program
         return True
     return name in ("job", "script", "args") or name.startswith("job.args")
 
