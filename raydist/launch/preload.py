@@ -29,6 +29,8 @@ COMPILER = "raydist.worker.compiler"
 """Has torch.compile ready in each rank."""
 DDP = Parallel()
 ENVIRONMENT = ("os.environ", "environ")
+MOST_FILES = 200
+"""Files of a program that are read before it starts: half a second."""
 READ_LATE = (
     "CUBLAS_",
     "CUDA_",
@@ -118,7 +120,7 @@ def sources(first: Path) -> dict[Path, str]:
     """Return the text of a Python file, and of its own files that it imports, by path."""
     found: dict[Path, str] = {}
     unread = [first]
-    while unread:
+    while unread and len(found) < MOST_FILES:
         file = unread.pop()
         if file in found or not file.is_file():
             continue
@@ -155,8 +157,10 @@ def variable_set_early(job: Job) -> str:
     server has imported the package.
     """
     first = file_of(job.script) if job.script else source_of(job.job.target)
-    found = ""
     for path, source in sources(first).items() if first else ():
+        if not re.search("environ|putenv|dotenv", source):
+            continue
+        found = ""
         try:
             body = ast.parse(source).body
         except (SyntaxError, ValueError):  # the rank's own traceback is better

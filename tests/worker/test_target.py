@@ -117,12 +117,14 @@ def test_a_target_without_a_file_warms_torch_only_or_what_its_module_imports(nam
         ("from dotenv import load_dotenv\nload_dotenv()\nimport torch\n", "variables"),
         ("import torch, os\nos.environ['TORCH_LOGS'] = 'all'\nimport json\n", ""),
         ("import os\nos.environ['NCCL_DEBUG'] = 'INFO'\nimport torch\n", ""),
+        ("import harmless, torch, os\nos.environ['TORCH_LOGS'] = 'all'\n", ""),
         ("import os\ndef main():\n    os.environ['A'] = ''\nimport torch\n", ""),
         ("import os\nos.environ['A'] =\n", ""),
     ],
 )
 def test_a_variable_that_is_set_before_an_import(source: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from os import environ\nenviron['OWN'] = '1'\n")
+    (tmp_path / "harmless.py").write_text("import os, torch\nhome = os.environ['HOME']\n")
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").write_text("import os\nos.environ['PACKAGE'] = '1'\n")
     (file := tmp_path / "train.py").write_text(source)
