@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -99,6 +100,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             name not in marks[item.path] for name in ("root", "ray", "worker", "training")
         ]
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what has not begun when the time is over that .ci/run has."""
+    if time.time() > float(os.environ.get("RAYDIST_TEST_UNTIL", "inf")):
+        pytest.skip("not run: the time for tests is over (RAYDIST_TEST_UNTIL)")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -28,7 +28,8 @@ from tests.mpi_programs import (
 from tests.rig import hosts, requires_root
 from tests.rig.network import Rig
 
-pytestmark = [pytest.mark.root, requires_root]
+# All of them: otherwise `make test` would start the hosts for the few quick ones.
+pytestmark = [pytest.mark.root, requires_root, pytest.mark.slow]
 SCRIPTS = ROOT / "tests" / "scripts"
 LAUNCH = ["python", "-m", "raydist.tools.launch"]
 

@@ -19,7 +19,8 @@ from tests.conftest import ROOT
 from tests.rig import Rig, hosts, requires_root
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
+# All of them: otherwise `make test` would start the hosts for the few quick ones.
+pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root, pytest.mark.slow]
 # What deploy/node/environment.sh sets: without it Ray kills a job three seconds after the word to
 # stop.
 WAITS = {"RAY_JOB_STOP_WAIT_TIME_S": "300", "PYTHONPATH": str(ROOT)}
