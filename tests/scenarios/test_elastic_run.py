@@ -376,9 +376,11 @@ def test_spares_take_the_places_of_a_drained_node_and_a_lost_one_with_a_warm_ser
     run = site.start(tmp_path / "run", *words)
     run.wait_for_step(3)
     (plan,) = run.events("plan")
-    one, other = (spare["node"] for spare in plan["spares"])
+    spares = {spare["node"] for spare in plan["spares"]}
     left = node_of(site, run)
     drained(run, site, left)
+    (first,) = run.events("takeover")
+    (other,) = spares - {first["node"]}
     lost = node_of(site, run)
     run.wait_until(lambda: len(site.servers_of(other)) == 1, "server on the spare")
     warm = site.servers_of(other)
@@ -386,7 +388,7 @@ def test_spares_take_the_places_of_a_drained_node_and_a_lost_one_with_a_warm_ser
     run.wait_until(lambda: len(run.events("restarted")) == 2, "step after that")
     assert site.servers_of(other) == warm
     taken = [(event["instead"], event["node"]) for event in run.events("takeover")]
-    assert taken == [(left.node_id, one), (lost.node_id, other)]
+    assert taken == [(left.node_id, first["node"]), (lost.node_id, other)]
     assert same(ended(run), whole)
     assert sizes(run) == [2]
     ends = [(end["how"], end["preempted"]) for end in run.result()["restarts"]]

@@ -405,6 +405,7 @@ SAID = {
     "DataLoader with a batch_sampler": [f"train=DataLoader: {ANEW}; {READS_AGAIN}"],
     "own loader": [f"train=OwnLoader: {ANEW}"],
     "StatefulDataLoader": [f"train=StatefulDataLoader: {ANEW}"],
+    "StatefulDataLoader that draws": [f"train=StatefulDataLoader: {ANEW}; {GOES_THROUGH}"],
     "StatefulDataLoader with workers": [f"train=StatefulDataLoader: {ANEW}"],
     "datasets": [],
     "datasets streamed in shards": [f"train=IterableDataset: {ANEW}"],
