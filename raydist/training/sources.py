@@ -66,8 +66,6 @@ class Stream(data.Order):
         self._next: Step | None = None
         self._over = self._warned = False
         self._state: State | None = None
-        self._opened: tuple[Iterator[Step] | None, Step | None] = (None, None)
-        """The next epoch, if its first step was needed before this one is closed."""
 
     @property
     def kind(self) -> str:
@@ -92,7 +90,7 @@ class Stream(data.Order):
             self._next = next(self._steps, None)
             self.note_wait(time.perf_counter() - began)
             self._agree()
-        return self._next is not None
+        return self._next is not None and not self._over
 
     def _open(self) -> Iterator[Step]:
         self.deal.epoch = self.epoch
@@ -158,9 +156,8 @@ class Stream(data.Order):
         here = self.epoch, self.position, self._state
         self.next_epoch()
         batches = self._next.batches if self.more and self._next is not None else []
-        # A source with a state has moved on by this step: opened anew, it would begin behind it.
-        self._opened = self._steps, self._next
-        self._close()
+        # It stays open for next_epoch: a source with a state has moved on by this step, and would
+        # begin behind it if it were opened anew.
         self.epoch, self.position, self._state = here
         self._over = True
         return iter(batches)
@@ -175,9 +172,10 @@ class Stream(data.Order):
                 "data.batch_size=1, or give more"
             )
         super().next_epoch()
+        opened = (self._steps, self._next) if self._over and self._next is not None else None
         self._close()
-        self._steps, self._next = self._opened
-        self._opened = None, None
+        if opened:  # by ahead()
+            self._steps, self._next = opened
 
     def _close(self) -> None:
         self._steps = self._next = self._state = None
@@ -213,7 +211,7 @@ class Stream(data.Order):
     def go_on(self, place: State, own: State | None) -> None:
         """Continue at the position of a saved state. `own`: this rank's part of it, if any."""
         super().go_on(place, own)
-        self._opened = None, None
+        self._close()
         saved_by, now = place.get("ranks", 0), 0 if self.common else self.world_size
         if self.position and (saved_by != now or self.deal.kind == "ray"):
             self.position = 0
