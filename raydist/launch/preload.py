@@ -166,7 +166,7 @@ def variable_set_early(job: Job) -> str:
         except (SyntaxError, ValueError):  # the rank's own traceback is better
             continue
         for node in body:
-            if found and _imports_package(node):
+            if found and any(map(_is_package, imports_of([node]))):
                 return found
             found = found or _variable_set(node)
         if found and path != first:
@@ -174,11 +174,10 @@ def variable_set_early(job: Job) -> str:
     return ""
 
 
-def _imports_package(node: ast.stmt) -> bool:
-    """Return whether a statement imports a package that is not Python's own."""
-    names = imported_modules(ast.unparse(node))
-    tops = {re.split("[.:]", name)[0] for name in names} - sys.stdlib_module_names
-    return any(map(is_installed, tops))
+def _is_package(name: str) -> bool:
+    """Return whether an imported name is of an installed package that is not Python's own."""
+    top = re.split("[.:]", name)[0]
+    return top not in sys.stdlib_module_names and is_installed(top)
 
 
 def _variable_set(node: ast.stmt) -> str:
@@ -270,11 +269,15 @@ def imported_modules(source: str) -> list[str]:
     Some packages, such as transformers, import what has a name only when it is asked for. Imports
     in functions or conditions are left to the rank.
     """
-    names: list[str] = []
     try:
-        body = ast.parse(source).body
+        return imports_of(ast.parse(source).body)
     except (SyntaxError, ValueError):
         return []  # the rank's own traceback is better than an error here
+
+
+def imports_of(body: Iterable[ast.stmt]) -> list[str]:
+    """Return what these statements import, as `imported_modules` names it."""
+    names: list[str] = []
     for node in body:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
