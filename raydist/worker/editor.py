@@ -15,6 +15,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,8 @@ from typing import Any
 HERE = "127.0.0.1"
 LEAVE_S = 2.0
 """Limit on the wait until debugpy has let all threads continue, at the end of a session."""
+END_S = 5.0
+"""Limit on the wait until debugpy has ended its last session, whose rank goes on meanwhile."""
 LAST = 1 << 30
 """The number of our own request: editors count from 1."""
 ENDING = ("disconnect", "terminate")
@@ -217,8 +220,11 @@ def load_debugpy() -> str:
             os.environ[quiet] = before
     if not hasattr(pydevd, "stoptrace"):
         return "its debugpy is too old; type pip install -U debugpy on its node"
-    if pydevd.get_global_debugger() is not None:
-        return "the program has a debugger already"
+    until = time.monotonic() + END_S
+    while pydevd.get_global_debugger() is not None:
+        if time.monotonic() > until:
+            return "the program has a debugger already"
+        time.sleep(0.02)
     return ""
 
 

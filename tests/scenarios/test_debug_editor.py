@@ -293,6 +293,22 @@ def test_a_connection_that_is_closed_proves_no_user(
     assert editor_port.user_of(("127.0.0.1", 0xC8F1)) == editor_port.NOBODY
 
 
+def test_a_session_begins_once_the_one_before_has_ended() -> None:
+    """debugpy takes up to a second to end; the rank continues before."""
+    code = """
+        import contextlib, threading
+        from raydist.worker import editor
+
+        assert editor.load_debugpy() == ""
+        editor.EditorSession(print, contextlib.nullcontext, print).begin()
+        threading.Timer(0.5, editor.stop_tracing).start()
+        assert editor.load_debugpy() == ""
+        editor.EditorSession(print, contextlib.nullcontext, print).begin()
+        assert "a debugger already" in editor.load_debugpy()
+    """
+    subprocess.check_call([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT)
+
+
 def test_a_rank_without_debugpy_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "debugpy.py").write_text("raise ModuleNotFoundError(\"No module named 'debugpy'\")")
     (tmp_path / FILE).write_text(textwrap.dedent(PROGRAM))
