@@ -32,10 +32,14 @@ class Running(Phase):
 
 @dataclass(frozen=True)
 class Finishing(Phase):
-    """A rank has finished, and the others are about to: they make way for no other nodes.
+    """A rank has finished, and the others are about to: they make way for no further nodes.
 
-    A rank that has ended agrees on no common step, and the others would pause until it does.
+    A rank that has ended agrees on no common step, and the others would pause until it does. If
+    nodes are drained, or another run needs the room, the others are stopped at the deadline.
     """
+
+    wanted_by: str = ""
+    """The run that needs the room, for a person; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,9 @@ def advance(
             growth = phase.growth if isinstance(phase, Quiescing) else ""
             record = replace(record, drain=happening)
             return Quiescing(record, min(due, now + happening.share_s), growth), RequestQuiesce()
+        case Finishing(), DrainNotice():
+            record = replace(record, drain=happening)
+            return replace(phase, record=record, due=min(due, now + happening.share_s)), None
         case Quiescing(wanted_by=by), NodesJoined() if by:
             return phase, None
         case ((Running() | Quiescing()), NodesJoined(text)):
@@ -180,13 +187,13 @@ def advance(
         case Running(), MakeWay(wanted_by):
             due = min(due, now + deadlines.MAKE_WAY_S)
             return Quiescing(record, due, wanted_by=wanted_by), RequestQuiesce()
-        case Quiescing(), MakeWay(wanted_by):
+        case ((Quiescing() | Finishing()), MakeWay(wanted_by)):
             due = min(due, now + deadlines.MAKE_WAY_S)
             return replace(phase, due=due, wanted_by=wanted_by), None
-        case Quiescing(AttemptRecord(drain=DrainNotice() as drain)), (Quiesced() | TimePassed()):
-            stop = Stop(StopReason.DRAIN, "its nodes are drained", drain.share_s)
+        case ((Quiescing() | Finishing()), (Quiesced() | TimePassed())) if record.drain:
+            stop = Stop(StopReason.DRAIN, "its nodes are drained", record.drain.share_s)
             return _stop(record, stop, now, ranks)
-        case Quiescing(wanted_by=by), (Quiesced() | TimePassed()) if by:
+        case ((Quiescing() | Finishing()), (Quiesced() | TimePassed())) if by := phase.wanted_by:
             grace_s = deadlines.PROGRAM_S if record.program else deadlines.GRACE_S
             stop = Stop(StopReason.MAKE_WAY, f"makes way for {by}", grace_s)
             return _stop(replace(record, makes_way=by), stop, now, ranks)

@@ -71,6 +71,7 @@ OVERDUE = replace(SENT, due=99.0)
 ALL = [
     Running(),
     Finishing(),
+    Finishing(DRAINED, 103.0),
     Quiescing(DRAINED, 103.0),
     Quiescing(growth=GROWTH),
     Quiescing(due=103.0, wanted_by=WANTED),
@@ -87,7 +88,11 @@ ALL = [
         (Running(), Quiesced(), Running(), None),  # nobody wants to move
         (Running(), FINISHED, Finishing(), None),
         (Finishing(), FINISHED, Finishing(), None),
-        (Finishing(), DRAIN, Finishing(), None),
+        # Others may go on for hours: a program's rank that had nothing more to do.
+        (Finishing(), DRAIN, Finishing(DRAINED, NOW + 10.0), None),
+        (Finishing(DRAINED, 103.0), FINISHED, Finishing(DRAINED, 103.0), None),
+        (Finishing(DRAINED, 103.0), TimePassed(), Finishing(DRAINED, 103.0), None),
+        (Finishing(DRAINED, 99.0), TimePassed(), stopping(DRAINED, 10.0), BY_DRAIN),
         (Finishing(), NodesJoined(GROWTH), Finishing(), None),
         # A failure: at once, or after what may have caused it.
         (Running(), KILLED, Failing(due=NOW), None),
@@ -172,7 +177,18 @@ ALL = [
             stopping(AttemptRecord(makes_way=WANTED), GRACE_S),
             BY_QUEUE,
         ),
-        (Finishing(), MakeWay(WANTED), Finishing(), None),
+        (
+            Finishing(),
+            MakeWay(WANTED),
+            Finishing(due=NOW + MAKE_WAY_S, wanted_by=WANTED),
+            None,
+        ),
+        (
+            Finishing(PROGRAM, 99.0, wanted_by=WANTED),
+            TimePassed(),
+            stopping(replace(PROGRAM, makes_way=WANTED), PROGRAM_S),
+            replace(BY_QUEUE, grace_s=PROGRAM_S),
+        ),
         (Failing(due=100.2), MakeWay(WANTED), Failing(due=100.2), None),
         (
             Quiescing(growth=GROWTH),
