@@ -75,6 +75,7 @@ from raydist.shared.errors import (
     last_line,
 )
 from raydist.shared.events import Events
+from raydist.shared.rank_names import name_ranks
 
 Reply = TypeVar("Reply")
 T = TypeVar("T")
@@ -315,7 +316,8 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     def values(self) -> list[RankValue]:
         """Return what each rank returned or raised, pickled.
 
-        An agent that is gone has an empty RankValue.
+        A rank whose agent does not answer has an empty RankValue, with a warning unless that was
+        known before.
         """
         ranks = range(self.plan.world_size)
         replies = {
@@ -327,6 +329,11 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
             for rank, each in replies.items()
             if each.done() and each.exception() is None
         }
+        if missing := replies.keys() - answers.keys():
+            self._events.warn(
+                f"what {name_ranks(missing)} returned has not arrived: no answer from the agent; "
+                "raydist.main has None for it"
+            )
         return [self._known_values.get(rank) or answers.get(rank, RankValue()) for rank in ranks]
 
     def recorded_end(self, rank: int) -> Future[RecordedEnd | None]:

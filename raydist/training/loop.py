@@ -98,7 +98,7 @@ class Training:
                 evaluate = progress.unevaluated = self._evaluates_after(progress.step)
                 self.checkpointer.keep(self.state)
                 if progress.more and context.current().stop_request.due(progress.step):
-                    self._leave()
+                    self._leave(save=any(action.what == "save" for action in actions))
                 save_now = profiling.do_after_step(progress.step, actions)
                 # The first step compiles: the driver counts it as a part of the launch or restart.
                 if progress.step == progress.resumed + 1:
@@ -236,12 +236,15 @@ class Training:
         self.reporter.rest()
         self.seconds["step"] += time.perf_counter() - began
 
-    def _leave(self) -> None:
-        """Keep this step's state and wait to be stopped: the set of ranks is about to change."""
+    def _leave(self, save: bool) -> None:
+        """Keep this step's state and wait to be stopped: the set of ranks is about to change.
+
+        `save`: whether a person has typed `raydist save`, too.
+        """
         self.reporter.rest()
         kept = self.checkpointer.hold(self.state)
         comm = self.state.stepper.model.comm
-        if not all(int(each.item()) for each in comm.gather(torch.tensor([int(kept)]))):
+        if save or not all(int(each.item()) for each in comm.gather(torch.tensor([int(kept)]))):
             self._save()
             self.checkpointer.rest()
         context.current().stop_request.leave(self.state.progress.step)

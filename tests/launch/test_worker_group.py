@@ -712,8 +712,13 @@ def test_values_of_agents_that_are_gone_or_silent_are_empty(
         return NotImplemented if rank == 2 else hosts.reply(rank, request)
 
     hosts.replies[GetValue] = reply
-    values = WorkerGroup(two_nodes(), hosts, events).values()
+    group = WorkerGroup(two_nodes(), hosts, events)
+    values = group.values()
     assert values == [RankValue(value=b"\0"), RankValue(), RankValue(), RankValue(value=b"\3")]
+    group.give_up({1, 2})  # known to be silent
+    assert group.values() == values
+    (warning,) = (event["text"] for event in read_events(events.path) if event["kind"] == "warning")
+    assert warning.startswith("what ranks 1-2 returned has not arrived")
 
 
 class FakeStandby:

@@ -13,7 +13,8 @@ import pytest
 
 from raydist.launch.changes import Changes
 from raydist.messages.operate import ListRanks, Refused, StopRun, TextReply
-from raydist.shared.errors import Stopped
+from raydist.shared import kinds
+from raydist.shared.errors import LaunchError, Stopped
 from raydist.shared.events import Events
 from raydist.watch.operate import answers, server
 from raydist.watch.operate.answers import OperatedRun
@@ -62,6 +63,30 @@ def test_a_stop_lasts_until_the_run_has_written_its_last_state(
     with command:
         assert command.receive(20) is None
     assert len(run.stopper.stops) == 1  # type: ignore[union-attr]
+
+
+NOT_WRITTEN = [
+    "a checkpoint could not be written: OSError: [Errno 28] No space left on device",
+    "a checkpoint was not written: its process was killed, or could not be started (see …)",
+    "host1: a checkpoint could not be written: [Errno 28] No space left on device",
+    "the checkpoint of step 7 could not be written: OSError: [Errno 30] Read-only file system",
+]
+ELSEWHERE = [
+    "no more snapshots: 3 GiB do not fit; a restart continues from a checkpoint",
+    "the checkpoint of step 7 could not be written to s3://b (no answer): it is in /run on host1",
+    "old checkpoints in s3://b could not be removed: access denied",
+]
+
+
+@pytest.mark.parametrize("text", NOT_WRITTEN + ELSEWHERE)
+def test_save_fails_only_if_its_checkpoint_is_not_written(text: str, run: OperatedRun) -> None:
+    run.events.add(kinds.Warning(text=text))
+    run.events.add(kinds.Saved(rank=0, step=7, path="/run/step-00000007", s=0.1))
+    if text in NOT_WRITTEN:
+        with pytest.raises(LaunchError, match="written: "):
+            answers.wait_for_saved(run, 7, 0)
+    else:
+        assert answers.wait_for_saved(run, 7, 0).path == "/run/step-00000007"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import signal
 import threading
 from collections.abc import Collection, Iterable, Sequence
@@ -49,6 +50,8 @@ NATIVE_S = 30.0
 """Limit on the wait for py-spy, which reads the symbols of every library of the ranks."""
 SAVED_S = 600.0
 """Limit on the wait for a checkpoint to be complete."""
+NOT_WRITTEN = re.compile(r"\bcheckpoint (of step \d+ )?(could not be|was not) written:")
+"""In the warnings of a node's writer, and of rank 0."""
 STATUS_S = 2.0
 """Limit on the wait for agents to say what they know; an agent that does not is named."""
 
@@ -161,7 +164,7 @@ def wait_for_saved(run: OperatedRun, step: int, after: int) -> kinds.Saved:
     for event in follow_events(run.events.path, after, SAVED_S, run.ended):
         if isinstance(event, kinds.Saved) and event.step >= step:
             return event
-        if isinstance(event, kinds.Warning) and "checkpoint" in event.text:
+        if isinstance(event, kinds.Warning) and NOT_WRITTEN.search(event.text):
             raise LaunchError(event.text)
     if run.ended.is_set():
         raise LaunchError(f"the run has ended without a checkpoint of step {step}")
