@@ -127,7 +127,9 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
     def _diagnose(self, answers: Mapping[int, RankActivity], beats: Mapping[int, Beat]) -> None:
         states = [self._state(rank, beats[rank], found) for rank, found in sorted(answers.items())]
         went_on = any(found.beat[2] > beats[rank][2] for rank, found in answers.items())
-        found = hang_verdict.diagnose(states)
+        with self._lock:
+            ended = set(range(len(self._group.plan.slots))) - beats.keys() - self._unheard.keys()
+        found = hang_verdict.diagnose(states, ended)
         at_work = self._at_work(answers, found.certain)
         if not at_work and (found.certain or not went_on):
             found = self._evidence.complete(found, answers)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from raydist.shared.rank_names import rank_ranges
+from raydist.shared.rank_names import name_ranks, rank_ranges
 
 IDLE = 0.2
 """CPUs in use below which a process counts as waiting: threads of gloo and Horovod wake up often
@@ -179,12 +180,13 @@ class ConfirmedHang:
         return rank in (self.diagnosis.culprits or (rank,))
 
 
-def diagnose(ranks: Sequence[RankState]) -> Diagnosis:
-    """Return why these ranks, which are all that run, are silent.
+def diagnose(ranks: Sequence[RankState], ended: Collection[int] = ()) -> Diagnosis:
+    """Return why these ranks, which are all that run, are silent. The first check that applies
+    decides.
 
-    The first check that applies decides.
+    `ended`: the numbers of the other ranks.
     """
-    checks = (_stopped, _different, _apart, _absent, _all_wait)
+    checks = (_stopped, _different, _apart, _absent, partial(_left_alone, ended), _all_wait)
     found = next(filter(None, (check(ranks) for check in checks)), Diagnosis(""))
     return replace(_with_faults(found, ranks), states=tuple(ranks))
 
@@ -311,6 +313,20 @@ def _absent(ranks: Sequence[RankState]) -> Diagnosis | None:
     return Diagnosis(
         f"{name(waiting)} {verb_wait(waiting)} in {where}, but " + "; ".join(parts),
         rank_numbers(absent),
+    )
+
+
+def _left_alone(ended: Collection[int], ranks: Sequence[RankState]) -> Diagnosis | None:
+    """Find that all ranks wait in a collective of all, which others have ended without."""
+    if not ended or not all(rank.idle for rank in ranks):
+        return None
+    calls = [rank.waits_in for rank in ranks]
+    if not calls or any(call is None or _group(call) != "0" for call in calls):
+        return None
+    have = "has" if len(ended) == 1 else "have"
+    return Diagnosis(
+        f"{name(ranks)} {verb_wait(ranks)} in {describe_collective(calls[0] or {})}{at(ranks[0])}, "
+        f"but {name_ranks(ended)} {have} ended: does each rank make the same number of steps?"
     )
 
 

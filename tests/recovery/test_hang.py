@@ -172,7 +172,7 @@ def test_a_diagnosis_that_fails_is_a_warning_and_the_next_one_is_made(
 ) -> None:
     """The check ended without a word: no hang was found any more."""
     with monkeypatch.context() as broken:
-        broken.setattr(hang_verdict, "diagnose", lambda states: 1 / 0)
+        broken.setattr(hang_verdict, "diagnose", lambda *_: 1 / 0)
         watched.silent()
     assert [event["kind"] for event in reported] == ["warning"]
     assert "ZeroDivisionError" in reported[0]["text"]
@@ -237,6 +237,20 @@ def test_beyond_the_limit_the_run_is_ended_whatever_was_found(
     assert posted.diagnosis.culprits == (0, 1)
     assert posted.diagnosis.text
     assert [event["certain"] for event in reported] == [False]
+
+
+def test_a_rank_that_waits_for_one_which_has_ended_is_told_so(watched: Watched) -> None:
+    watched.settings = Hang(limit_s=90)
+    waiting = replace(state("S"), stack=stack(*WAITS, *JOB), collectives=(entry(10),))
+    watched.found = {1: waiting}
+    watched.__post_init__()
+    watched.monitor.note_end(0)
+    watched.monitor.note(1, (5, "forward", 1000.0), 100.0)
+    for thread in threading.enumerate():
+        if thread.name == "raydist-hang":
+            thread.join(PATIENCE_S)
+    (posted,) = watched.posted
+    assert "but rank 0 has ended" in posted.diagnosis.text
 
 
 def test_ranks_that_went_on_while_they_were_examined_are_let_be(

@@ -177,6 +177,22 @@ def test_the_same_collective_everywhere_is_the_network() -> None:
     assert "is the network cut?" in verdict.text
 
 
+def test_ranks_that_wait_for_others_which_have_ended_are_told_so() -> None:
+    verdict = diagnose([waits(rank, entry(10)) for rank in range(3)], ended={3, 5})
+    assert (verdict.culprits, verdict.certain) == ((), False)
+    assert verdict.text.startswith("ranks 0-2 wait in all_reduce of [[3]], number 10 at line")
+    assert verdict.text.endswith(
+        "but ranks 3, 5 have ended: does each rank make the same number of steps?"
+    )
+    alone = diagnose([waits(0, entry(10))], ended=[1])
+    assert "rank 0 on a waits in all_reduce" in alone.text
+    assert "but rank 1 has ended" in alone.text
+    # One that has not come yet is to blame first; a group of some ranks may be without them.
+    assert diagnose([waits(0, entry(10)), elsewhere(1)], ended=[2]).culprits == (1,)
+    ours = [waits(rank, entry(10, process_group=["7", "mesh"])) for rank in range(2)]
+    assert "ended" not in diagnose(ours, ended=[2]).text
+
+
 def test_a_finished_collective_is_not_waited_in() -> None:
     nccl = entry(8, state="completed")
     assert waits(0, nccl, entry(10)).waits_in == entry(10)
