@@ -58,6 +58,8 @@ class Stepper:
         self.batches: list[Any] = []
         """This rank's batches of the current step, kept with `train.nan=end`."""
         self.gradients_checked = False
+        self.loaded: StoragePath | None = None
+        """The checkpoint whose state the next step is the first one to use."""
         scaled = settings.precision == "fp16" and not model.comm.sharded
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=scaled)
 
@@ -193,8 +195,18 @@ class Stepper:
         if not self.gradients_checked:
             self.gradients_checked = True
             optim.check_gradients(optimizer)
-        with comm.stepping(optimizer):
-            self.scaler.step(optimizer)
+        try:
+            with comm.stepping(optimizer):
+                self.scaler.step(optimizer)
+        except KeyError as error:
+            if self.loaded is None:
+                raise
+            cause = (
+                f"its optimizer has no {error}: {type(optimizer).__name__} cannot go on from the "
+                "state of another optimizer, or of one with other arguments"
+            )
+            raise ConfigError.of("resume", str(self.loaded), cause, "resume=none") from error
+        self.loaded = None
         self.scaler.update()
 
     def rehearse(self, batches: Iterator[Any]) -> None:
@@ -234,6 +246,7 @@ class Stepper:
             cause = f"this state does not fit the model and the optimizer: {error}"
             raise ConfigError.of("resume", str(path), cause, "resume=none") from error
         optim.align_state(optimizer)
+        self.loaded = path
         self.go_on(state)
 
     def go_on(self, state: State) -> None:

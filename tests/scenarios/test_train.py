@@ -193,6 +193,10 @@ def test_stopped_and_resumed_gives_the_same_losses_as_unbroken(
     resumed = losses(rest)
     assert min(resumed) == 31
     assert resumed == {step: loss for step, loss in whole.items() if step > 30}
+    other = Program(tmp_path, "name=parts", before, "optim=rmsprop", *words, address=ray_address)
+    assert other.wait() == 1, other.screen
+    for text in (f"resume={first.run_dir}", "of another optimizer", "resume=none"):
+        assert text in other.screen
 
 
 def test_multirun_runs_every_combination(tmp_path: Path, ray_address: str) -> None:
