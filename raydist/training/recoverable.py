@@ -267,6 +267,9 @@ class Recoverable:
             if why := next(unloadable(self._common(), "the state"), None):
                 raise TypeError(why)
             return
+        if isinstance(found, SavedWhole) and found.sharded:
+            cause = "it was saved in shards, and raydist.Recoverable takes whole states"
+            raise ConfigError.of("resume", str(found.path), cause, "resume=none")
         me = context.rank()
         own = found.mine if isinstance(found, Restored) else {}
         try:

@@ -82,6 +82,10 @@ def more(config: Any) -> None:
     next(Line(config, average=torch.zeros(2)).training.steps(9))
 
 
+def in_shards() -> None:
+    raydist.sharded.save(3, {"weight": torch.zeros(2)}, wait=True)
+
+
 class Odd:
     """Its state is no number, tensor or text."""
 
@@ -125,3 +129,16 @@ def test_a_state_that_does_not_fit_is_refused(
         raydist.main(more)
     assert ended.value.code == 2
     assert re.search(r"does not fit .*'average'.*resume=none", capfd.readouterr().err)
+
+
+def test_a_state_in_shards_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raydist.main(in_shards)
+    monkeypatch.setattr(sys, "argv", ["job.py", "resume=auto"])
+    with pytest.raises(SystemExit) as ended:
+        raydist.main(more)
+    assert ended.value.code == 2
+    assert re.search(
+        r"resume=.*step-00000003: it was saved in shards.*resume=none", capfd.readouterr().err
+    )
