@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,6 +30,10 @@ PENDING = 8
 AVOID_S = 30.0
 """Seconds that a placement group waits for a node without incidents; afterwards a node with
 incidents is used."""
+
+
+ALONE_S = 30.0
+"""Seconds in which a node that has joined may be followed by others: see `_request_nodes`."""
 
 
 class WarmNode(NamedTuple):
@@ -91,6 +96,8 @@ class StandbyNodes:
         """Bundles whose actor is gone, each with its node."""
         self._avoiding_since: dict[int, float] = {}
         """By bundle that waits for a node without incidents: since when."""
+        self._alone_since = math.inf
+        """Since when there are free nodes, but too few for the bundles that were lost."""
         self._avoid_none = False
         """Whether such a bundle got no node in time."""
         self._reported: set[tuple[str, bool]] = set()
@@ -363,10 +370,25 @@ class StandbyNodes:
 
     def _request_nodes(self, placed: Mapping[int, Node]) -> None:
         """Request nodes from Ray, and thereby from its autoscaler, up to scale.max_nodes."""
-        groups = self._actors.groups
-        more = min(self._max - len(groups), PENDING - (len(groups) - len(placed)))
-        if not self.elastic or more <= 0:
+        if not self.elastic:
             return
+        groups = self._actors.groups
+        waiting = len(groups) - len(placed)
+        more = min(self._max - len(groups), PENDING - waiting)
+        # Ray gives the bundles that the first group has lost new nodes all at once or not at all.
+        # Fewer nodes than that get groups of their own, unless further ones follow soon: an
+        # autoscaler starts as many as were lost.
+        lost = sum(
+            group is self._first_group and bundle not in placed
+            for bundle, (group, _) in groups.items()
+        )
+        free = len(self._free_nodes(placed)) if lost > 1 else 0
+        if not 0 < free < lost:
+            self._alone_since = math.inf
+        elif self._alone_since == math.inf:
+            self._alone_since = time.monotonic()
+        elif time.monotonic() - self._alone_since > ALONE_S:
+            more = max(more, min(free, self._max - len(placed)) - (waiting - lost))
         elsewhere = sorted({node.id for node in placed.values()})
         for _ in range(more):
             self._request_node(elsewhere)
