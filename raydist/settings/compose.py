@@ -372,7 +372,8 @@ class Loader(ConfigLoaderImpl):
             else targets.target_stem(target)
         )
         stem = script.script_stem(config.script) if config.script else stem
-        config.name = check_name(get_valid_filename(config.name or stem))
+        name = config.name or stem
+        config.name = check_name(get_valid_filename(name) or name)
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -383,7 +384,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def check_name(name: str) -> str:
     """Return the name of a run; ConfigError if it cannot be the name of a folder."""
-    if name in (".", ".."):
+    if name in (".", "..") or not get_valid_filename(name):
         raise ConfigError.of("name", name, "it cannot be the name of a folder", "name=NAME")
     if len(name.encode()) > LONGEST_NAME:
         cause = f"it is the name of a folder, with at most {LONGEST_NAME} bytes"

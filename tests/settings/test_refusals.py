@@ -210,6 +210,7 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
     ),
     "a variable of two words": (["env.A B=1"], "env.A B", "1", "env.A_B=1"),
     "the folder above as a name": (["name=.."], "name", "..", "name=NAME"),
+    "a name without a letter": (["name=///"], "name", "///", "name=NAME"),
     "a name too long": ([f"name={'x' * 300}"], "name", "x" * 300, f"name={'x' * 40}"),
     "the whole disk": (["working_dir=/"], "working_dir", "/", "working_dir=."),
     "a file for storage": (["storage=/dev/null"], "storage", "/dev/null", "storage=FOLDER"),

@@ -95,14 +95,16 @@ class Execution:
         """
         calls = {rank: self._group.call(rank, request) for rank in ranks}
         wait(calls.values(), timeout=ANSWER_S)
+        failed = {}
         for rank, call in calls.items():
             try:
                 self._pids[rank] = call.result(0)
             except Exception as error:
-                why = last_line(error) if call.done() else "its agent does not answer"
+                failed[rank] = last_line(error) if call.done() else "its agent does not answer"
                 call.add_done_callback(partial(self._leave_late, rank))
-                self._end(rank, 126, why)
         try:
+            for rank, why in failed.items():
+                self._end(rank, 126, why)
             with Bell() as bell:
                 for rank in list(self._pids):
                     self._read(rank, bell)
