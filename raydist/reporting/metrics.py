@@ -136,7 +136,10 @@ class Metrics(AbstractContextManager["Metrics"]):
             self._read(event)
 
     def _read(self, event: Event) -> None:
+        hung = self._progress.hangs
         self._progress.read(event)
+        if hung and not self._progress.hangs:
+            self._set("hang_seconds", 0)
         match event:
             case kinds.Begin(rank=0):
                 self._kept = None
@@ -217,7 +220,7 @@ class Metrics(AbstractContextManager["Metrics"]):
             "step_timestamp_seconds": event.t,
             "steps_per_second": steps_per_s,
             "samples_per_second": samples_per_s,
-            "goodput_ratio": self._figures.goodput,
+            "goodput_ratio": self._figures.known_goodput,
             "hang_seconds": 0,
         }
         for name, value in found.items():
@@ -270,7 +273,8 @@ class Metrics(AbstractContextManager["Metrics"]):
                 self._set(name, 0)
 
     def _on_nodes(self, event: kinds.Nodes) -> None:
-        self._set("goodput_ratio", self._figures.goodput)
+        if (goodput := self._figures.known_goodput) is not None:
+            self._set("goodput_ratio", goodput)
         for host, load in event.nodes.items():
             for port, (received, sent) in load["ports"].items():
                 self._set("port_received_bytes", received, host=host, port=port)

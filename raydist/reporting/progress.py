@@ -32,6 +32,10 @@ class Progress:
         """The last values of the metrics."""
         self.last_evaluation: Mapping[str, Any] = {}
         """The metrics of the newest evaluation."""
+        self.hangs = False
+        """Whether ranks were said to hang, and no rank has made a step since."""
+        self._stood_at: dict[str, float] = {}
+        """By rank, its newest step at the first `pace` since then."""
         self._evaluated_at = -2
         self._repeats = False
         """Whether the next report may repeat the step that was reported last."""
@@ -45,13 +49,25 @@ class Progress:
         """
         match event:
             case kinds.StartsAttempt():
+                self.hangs = False
                 self._start_over()
+            case kinds.Hang():
+                self.hangs, self._stood_at = True, {}
+            case kinds.Pace() if self.hangs:
+                self._look(event)
             case kinds.Begin(rank=0):
                 self._start_over()
                 self._update_totals({"steps": event.steps, "epochs": event.epochs})
             case kinds.Report(rank=0):
                 return self._report(event)
         return ""
+
+    def _look(self, event: kinds.Pace) -> None:
+        """Note whether a rank has gone on: a program may report no steps."""
+        steps = {rank: newest for rank, (newest, *_) in event.ranks.items()}
+        self.hangs = all(step <= self._stood_at.get(rank, step) for rank, step in steps.items())
+        # Not the last one before the hang: in a large run that may be old.
+        self._stood_at = self._stood_at or steps
 
     def _start_over(self) -> None:
         """Expect a loop to begin, which may repeat steps, also only the last one.
@@ -71,7 +87,7 @@ class Progress:
         self.values.update(metrics)
         if step is None:
             return "step"
-        self._repeats = False
+        self._repeats = self.hangs = False
         if self.step is not None and step < self.step:
             self._marks.clear()
         self.step = step

@@ -281,6 +281,11 @@ class Figures:
         return self.spent.step_s
 
     @property
+    def known_goodput(self) -> float | None:
+        """The goodput; None before a second step was reported: a program may report none."""
+        return self.goodput if self.step_s > 0 else None
+
+    @property
     def goodput(self) -> float:
         return min(1.0, self.step_s / self.wall_s) if self.wall_s > 0 else 0.0
 

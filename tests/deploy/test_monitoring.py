@@ -112,6 +112,14 @@ def board() -> dict[str, Any]:
     return read
 
 
+def test_the_board_has_each_run_also_one_that_reports_no_step() -> None:
+    (chosen,) = (each for each in board()["templating"]["list"] if each["name"] == "run")
+    name = re.fullmatch(r"label_values\(ray_raydist_(\w+), run\)", chosen["query"])
+    assert name is not None
+    assert name[1] == "hang_seconds"  # which `Metrics` sets at the beginning
+    assert chosen["definition"] == chosen["query"]
+
+
 def expressions() -> dict[str, str]:
     """Return every expression of the board and the alerts, with the choice of all runs in place of
     Grafana's variables."""

@@ -82,6 +82,19 @@ def test_a_slow_rank_is_slow_until_it_is_not_or_the_run_was_restarted(watched: W
     assert watched.gauges("hang_seconds") == {(): 0}
 
 
+def test_a_program_that_reports_no_step_hangs_until_it_makes_one(watched: Watched) -> None:
+    def pace(*steps: int) -> float:
+        watched.events.add(kinds.Pace(ranks={str(r): (s, 0, 0) for r, s in enumerate(steps)}))
+        return watched.gauges("hang_seconds")[()]
+
+    pace(7, 7)
+    watched.events.add(kinds.Hang(s=70.0, ranks=[1], certain=False, text="x"))
+    assert pace(9, 9) == 70  # those before it, of a large run
+    assert pace(9, 9) == 70
+    assert pace(10, 9) == 0
+    assert watched.gauges("goodput_ratio") == {}  # unknown
+
+
 def test_a_run_without_a_first_step_or_checkpoint_is_late_from_its_beginning(
     watched: Watched,
 ) -> None:

@@ -103,6 +103,7 @@ def test_the_forms_of_a_message() -> None:
     told = message()
     plain = json.loads(told.as_json())
     assert plain.keys() >= {"event", "run", "cause", "todo", "host", "dir", "page", "t", "duration_s", "goodput"}  # fmt: skip
+    assert plain["goodput"] is None  # it has reported no step
     assert plain["text"].splitlines()[:2] == ["mine/x failed after 0:01", "cause: a < b & c > d"]
     slack = json.loads(told.as_slack())
     assert slack.keys() == {"text"}

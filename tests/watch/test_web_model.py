@@ -256,6 +256,19 @@ def test_what_a_run_waits_for(last: Event, waits: str) -> None:
     assert fold([last]).waits == waits
 
 
+def test_a_program_that_reports_no_step_waits_until_it_makes_one() -> None:
+    model = fold([happened(1, "phase", name="rendezvous", s=1.0)])
+    assert model.waits == "for the first step"
+    model.add(happened(2, "pace", ranks={"0": [5, 0, 0]}))
+    assert model.waits == ""
+    model.add(happened(70, "hang", text="rank 3 sleeps", ranks=[3], certain=False, s=60.0))
+    model.add(happened(75, "pace", ranks={"0": [5, 0, 0]}))
+    assert model.waits == "rank 3 sleeps"
+    model.add(happened(85, "pace", ranks={"0": [6, 0, 0]}))
+    assert model.waits == ""
+    assert model.sections()["state"]["goodput"] is None
+
+
 def test_bytes_become_rates() -> None:
     now, before = {"eth0": [300, 80], "ib0": [5, 5]}, {"eth0": [100, 100]}
     assert port_rates(now, before, 10) == {"eth0": [20, 0], "ib0": None}

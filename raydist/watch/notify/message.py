@@ -157,6 +157,7 @@ class Messages:
         return to_continue(self._about.dir)
 
     def _message(self, event: str, t: float, cause: str, todo: str, page: str = "") -> RunMessage:
+        goodput = self._figures.known_goodput
         return RunMessage(
             event=event,
             run=self._about.run,
@@ -167,7 +168,7 @@ class Messages:
             page=page,
             t=t,
             duration_s=round(self._figures.wall_s, 3),
-            goodput=round(self._figures.goodput, 4),
+            goodput=None if goodput is None else round(goodput, 4),
         )
 
 

@@ -110,6 +110,8 @@ class Model:
     longest_s: float = 0.0
     """The longest time between two events."""
     _rated_at: float = 0.0
+    _hang: str = ""
+    """The text of the newest hang."""
     _hung_at: dict[int, int] = field(default_factory=dict)
     """By rank, its newest step when it was said to hang."""
 
@@ -156,6 +158,8 @@ class Model:
             case kinds.Nodes():
                 self.nodes.add(event)
             case kinds.Hang():
+                self.progress.read(event)
+                self._hang = event.text
                 for culprit in event.ranks:
                     self._note(culprit, state="hangs")
                     self._hung_at[culprit] = self.steps.get(culprit, 0)
@@ -268,6 +272,13 @@ class Model:
 
     def _on_pace(self, event: kinds.Pace) -> None:
         self.lanes.add(event.t, event.ranks)
+        self.progress.read(event)
+        # What a program without reports is known by.
+        stepped = any(step > 0 for step, *_ in event.ranks.values())
+        if (self.waits == self._hang and not self.progress.hangs) or (
+            self.waits == AFTER_PHASE["rendezvous"] and stepped
+        ):
+            self.waits = ""
         for rank, (count, own, whole) in event.ranks.items():
             step = int(count)
             row = self._row(int(rank))
@@ -355,7 +366,7 @@ class Model:
             "waits": self.waits,
             "checked": self.resume_check,
             "world_size": figures.world_size,
-            "goodput": round(result.goodput if result else figures.goodput, 4),
+            "goodput": None if figures.known_goodput is None else round(figures.goodput, 4),
             "wall_s": round(figures.wall_s, 1),
             "checkpoint": figures.checkpoint,
             "failure": result.failure if result else "",

@@ -24,7 +24,7 @@ const sections = {
     const health = news.health.concat(news.evaluation).map((text) => { const at = text.search(/ [^ ]*$/), rate = text.match(/^(\S+) (\S+\/s)$/);
       return rate ? [rate[2], rate[1]] : [text.slice(0, at), text.slice(at + 1)]; });
     const figures = [...news.position.map((text) => text.split(" ")), ...health, ["left", (news.left[0] || "").replace(" left", "")],
-      ["attempt", news.attempt], ["goodput", share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)], ["Ray's job", jobLink(news.job)]];
+      ["attempt", news.attempt], ["goodput", news.goodput === null ? "" : share(news.goodput)], ["ranks", news.world_size], ["run time", clock(news.wall_s)], ["Ray's job", jobLink(news.job)]];
     fill($("#state dl"), figures.filter(([, value]) => value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
     say($("#alarm"), [news.failure, news.status === "running" ? news.slow : ""].filter(Boolean).join("\n"));
     say($("#checked"), news.checked);
