@@ -62,6 +62,10 @@ LAST_WORDS = re.compile(
     re.MULTILINE,
 )
 """The messages of C++, glog's checks, glibc and torch's watchdog of NCCL before they abort."""
+BAD_HEAP = re.compile(
+    r"(double free|(free|malloc|realloc|munmap_chunk)\(\)|corrupted )", re.MULTILINE
+)
+"""The beginning of glibc's messages before it aborts: this rank's own native code is to blame."""
 CUDA_ERROR = re.compile(r"CUDA error: (.+)")
 """What torch's watchdog of NCCL prints. The message of its abort does not repeat it, nor does the
 exception in Python (torch 2.15)."""
@@ -90,6 +94,12 @@ def is_victim(end: End) -> bool:
     If so, that rank gets time to fail before the cause is chosen.
     """
     return _guilt(end) > 0
+
+
+def aborted_alone(end: End) -> bool:
+    """Return whether a rank's native code aborted, and nothing tells of another rank."""
+    tells = NETWORK_WORDS.search(end.message) or "watchdog" in end.message
+    return end.how == "killed" and end.signal == signal.SIGABRT and not tells
 
 
 def first_cause(ends: Iterable[End]) -> End | None:
@@ -160,6 +170,8 @@ def _guilt(end: End) -> int:
     """
     if disagree(end) or BROKEN_GPU.search(end.message) or OWN_KERNEL.search(end.message):
         return 0
+    if end.signal == signal.SIGABRT and BAD_HEAP.match(end.message):
+        return 0
     if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
         return 2
     if end.how == "ended":
@@ -205,7 +217,7 @@ def blame_reason(ends: Sequence[End]) -> str:
             "its collective did not match another rank's; only the job can tell which of the "
             "two is wrong"
         )
-    if is_victim(first):
+    if _follows_another(first, ends):
         done = _finished_before(first, ends)
         known = (
             f"{_name_ranks(done)} had finished before"
@@ -333,9 +345,15 @@ def _broken_gpus(ends: Iterable[End]) -> list[str]:
     return lines + ([f"  ... and {len(broken) - 3} more"] if len(broken) > 3 else [])
 
 
+def _follows_another(first: End, ends: Sequence[End]) -> bool:
+    """Return whether the first cause itself probably follows from what another rank did."""
+    others = any(end.failed and end is not first for end in ends)
+    return is_victim(first) and (others or not aborted_alone(first))
+
+
 def _suspects(first: End, ends: Sequence[End]) -> list[str]:
     """Return the ranks that the first cause may have waited for, if it is only a victim."""
-    if not is_victim(first):
+    if not _follows_another(first, ends):
         return []
     done = _finished_before(first, ends)
     behind = [end for end in ends if end.how == "stopped" and end.step <= first.step]

@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Callable
 
-from raydist.recovery.blame import disagree, is_victim
+from raydist.recovery.blame import aborted_alone, disagree, is_victim
 from raydist.shared.outcome import BROKEN_GPU, End
 
 RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
@@ -29,12 +29,19 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "GPUs with more memory",
     ),
     (
-        lambda end: end.signal == signal.SIGBUS or "bus error" in end.message.lower(),
+        lambda end: (
+            end.signal == signal.SIGBUS
+            or "bus error" in end.message.lower()
+            or re.search(
+                r"(shared memory|/dev/shm|</torch_).*No space left", end.message, re.DOTALL
+            )
+            is not None
+        ),
         "make /dev/shm larger (docker run --shm-size, an emptyDir of medium Memory), or set "
         "data.workers=0",
     ),
     (
-        lambda end: bool(re.search(r"No space left on device", end.message)),
+        lambda end: "No space left on device" in end.message,
         "free space on the disk, keep fewer checkpoints (checkpoint.keep, checkpoint.every), or "
         "set another "
         "hydra.run.dir",
@@ -79,7 +86,7 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
         "batch on one rank",
     ),
     (
-        is_victim,
+        lambda end: is_victim(end) and not aborted_alone(end),
         "read the logs of ranks that are not named here, and test the network: raydist doctor",
     ),
     (

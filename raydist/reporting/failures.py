@@ -69,6 +69,8 @@ class Failure:
 
     If the run has saved none, it is the one that the run itself continued from.
     """
+    saved: int = 0
+    """The step of that checkpoint."""
     own_checkpoint: bool = True
     """Whether the run has saved it."""
     why_last: str = ""
@@ -254,10 +256,14 @@ class Failures:
         if failure.status == "restarted":  # its job completed no step
             return failure
         failure.own_checkpoint = bool(self.newest_checkpoint[1])
-        step, failure.checkpoint = (
+        failure.saved, failure.checkpoint = (
             self.newest_checkpoint if failure.own_checkpoint else self.resumed_from
         )
-        failure.repeated = max(0, failure.reached - step)
+        # The last attempt may have failed before its first step. A lower step than the saved one
+        # is of another raydist.fit, or of a program that reports none.
+        furthest = max(each.reached for each in self.found)
+        lost = furthest - failure.saved
+        failure.repeated = lost if furthest and lost >= 0 else None
         waited = failure.restart and "place" not in self.marks
         failure.parts["place" if waited else "save"] = max(0.0, result.t - failure.t)
         return failure

@@ -67,19 +67,20 @@ def describe_gpus(gpus: Any) -> str:
 def cost_lines(failure: Failure) -> list[str]:
     """Return the time and the steps that the failure cost."""
     lines = []
-    repeated = failure.repeated or 0
+    repeated = failure.repeated
     if failure.status == "restarted" and failure.s is not None:
-        if failure.repeated is None:
+        if repeated is None:
             lines.append(f"{failure.s:.2f} s until the program ran again")
         else:
             lines.append(f"{failure.s:.2f} s until the next step, {repeated_steps(repeated)}")
     elif failure.status in ("failed", "stopped"):
-        saved = (
-            f"step {failure.reached - repeated} is saved"
-            if failure.checkpoint
-            else "no checkpoint is saved"
-        )
-        lines.append(f"the run ended; {saved}, {counted(repeated, 'step')} after it lost")
+        ended = ["the run ended"]
+        if failure.checkpoint:
+            lost = "" if repeated is None else f", {counted(repeated, 'step')} after it lost"
+            ended.append(f"step {failure.saved} is saved{lost}")
+        elif repeated is not None:
+            ended.append(f"no checkpoint is saved, {counted(repeated, 'step')} lost")
+        lines.append("; ".join(ended))
     if failure.parts:
         lines.append(
             "time: "

@@ -129,6 +129,23 @@ def test_a_failure_that_ends_the_run_knows_what_is_on_the_disk() -> None:
         assert words in text
 
 
+def test_an_attempt_that_fails_before_it_restores_loses_no_checkpoint() -> None:
+    saved = at(9, "saved", rank=0, step=16, path="/runs/x/checkpoints/step-16", s=0.1)
+    again = changed(failure(), t=T0 + 12, cause={**asdict(KILLED), "at": T0 + 11.9}, reached=0)
+    ended = at(12.5, "result", status="failed", why_last="enough", failure="…")
+    _, last = fold_failures([*BROKEN[:-1], saved, BROKEN[-1], *RESTART[:-2], again, ended])
+    assert (last.saved, last.repeated) == (16, 5)
+    assert "the run ended; step 16 is saved, 5 steps after it lost\n" in page(last, "runs/x")
+
+
+def test_what_a_program_that_reports_no_step_has_lost_is_unknown() -> None:
+    silent = changed(failure(), reached=0)
+    ended = at(10.7, "result", status="failed", why_last="enough", failure="…")
+    (only,) = fold_failures([*BROKEN[:-1], silent, ended])
+    assert only.repeated is None
+    assert "the run ended\n" in page(only, "runs/x")
+
+
 def test_a_checkpoint_of_a_second_fit_is_newer_than_all_of_the_first() -> None:
     first = at(2, "saved", rank=0, step=400, path="/runs/x/checkpoints/step-400", s=0.1)
     second = at(10.6, "saved", rank=0, step=16, path="/runs/x/checkpoints/fit-2/step-16", s=0.1)
@@ -273,6 +290,11 @@ OOM = replace(KILLED, oom="kernel", why="out of memory: the kernel's out-of-memo
         (replace(RAISED, type="OutOfMemoryError", message="CUDA out of memory."), [], "the only", "data.batch_size"),
         (replace(KILLED, signal=signal.SIGBUS), [], "the only", "/dev/shm"),
         (replace(KILLED, signal=signal.SIGSEGV), [], "the only", "native stack"),
+        (replace(KILLED, signal=signal.SIGABRT), [], "the only", "native stack"),
+        (replace(KILLED, signal=signal.SIGABRT, message="free(): invalid pointer"), [replace(KILLED, rank=3)],
+         "the first of 2", "native stack"),
+        (replace(RAISED, message="unable to allocate shared memory(shm) for file </torch_7_8>: No space left on device (28)"),
+         [], "", "/dev/shm"),
         (replace(RAISED, type="OSError", message="[Errno 28] No space left on device"), [], "", "space on the disk"),
         (replace(RAISED, type="ConfigError"), [], "", "correct the setting"),
         (RAISED, [], "", "last line shown"),
