@@ -167,8 +167,9 @@ def from_its_folder(folder: Path, run: Path) -> None:
         browser.open(link.rstrip("/"))  # as a person may copy it
         browser.wait_until(DRAWN)
         steps = browser.value(LOSS)
-        assert steps == list(range(1, steps[-1] + 1))
-        assert steps[-1] == reports[-1]["step"]
+        # On a busy machine there are more than a curve has points.
+        assert steps == sorted({*steps})
+        assert (steps[0], steps[-1]) == (1, reports[-1]["step"])
         assert "rank 1 on" in browser.text("#failures")
         assert browser.value("document.documentElement.scrollWidth") <= 400
         assert_only_local(browser)
