@@ -222,23 +222,27 @@ def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: boo
     return attempts.conclude()
 
 
-def settle_start(job: Job, events: Events) -> Job:
-    """Return the job with start=spawn if forked ranks would not see what its file has set."""
+def settle_start(job: Job, events: Events, again: bool) -> Job:
+    """Return the job with start=spawn if forked ranks would not see what its file has set.
+
+    `again`: whether the warning about it has been given.
+    """
     if job.start == "spawn" or not (name := preload.variable_set_early(job)):
         return job
-    what = Path(job.script or job.job.target.rpartition(":")[0]).name
-    events.warn(
-        f"{what} sets {name} before it imports a package that may read it: each rank starts as a "
-        "new interpreter, as with start=spawn. With env.NAME=VALUE on the command line instead, "
-        "ranks are forked, which is quicker"
-    )
+    if not again:
+        what = Path(job.script or job.job.target.rpartition(":")[0]).name
+        events.warn(
+            f"{what} sets {name} before it imports a package that may read it: each rank starts as "
+            "a new interpreter, as with start=spawn. With env.NAME=VALUE on the command line "
+            "instead, ranks are forked, which is quicker"
+        )
     return replace(job, start="spawn")
 
 
 def carry_out(job: Job, group: WorkerGroup, events: Events, attempts: Attempts) -> None:
     """Open the agents, then make attempts with them until the run is over or leaves its nodes."""
     events.add(kinds.Plan(**group.plan.as_event()))
-    job = settle_start(settle_job(job, group.plan), events)
+    job = settle_start(settle_job(job, group.plan), events, attempts.count > 0)
     try:
         warm, paused = warm_server.acquire(job), attempts.take_paused()
         group.open(job, preload.of(job), warm, attempts.count, paused)

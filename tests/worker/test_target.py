@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from raydist import flow
 from raydist.launch import preload
 from raydist.node import fork_launcher
 from raydist.settings import compose
 from raydist.settings.config import Job, Target
+from raydist.shared.events import Events
 from raydist.worker import target
+from tests.records import read_events
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +135,13 @@ def test_a_variable_that_is_set_before_an_import(source: str, name: str, tmp_pat
     assert preload.variable_set_early(job) == name
     file.write_text(f"{source}def job(): ...\n" if name or "def" not in source else source)
     assert preload.variable_set_early(replace(Job(), job=Target(f"{file}:job"))) == name
+
+
+def test_a_variable_that_is_set_early_is_told_once(tmp_path: Path) -> None:
+    """Also if the run is placed several times."""
+    (file := tmp_path / "train.py").write_text("import os\nos.environ['A'] = '1'\nimport torch\n")
+    with Events(tmp_path / "events.jsonl") as events:
+        for again in (False, True):
+            assert flow.settle_start(Job(script=str(file)), events, again).start == "spawn"
+    (warning,) = read_events(tmp_path / "events.jsonl")
+    assert warning["text"].startswith("train.py sets A before it imports a package")
