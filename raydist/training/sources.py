@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -150,9 +151,9 @@ class Stream(data.Order):
             yield from step.batches
 
     def ahead(self) -> Iterator[Batch]:
-        """Return the micro-batches of the next step without consuming them."""
+        """Return copies of the micro-batches of the next step, which are not consumed."""
         if self.more and self._next is not None:
-            return iter(self._next.batches)
+            return iter(_copied(self._next.batches))
         here = self.epoch, self.position, self._state
         self.next_epoch()
         batches = self._next.batches if self.more and self._next is not None else []
@@ -160,7 +161,7 @@ class Stream(data.Order):
         # begin behind it if it were opened anew.
         self.epoch, self.position, self._state = here
         self._over = True
-        return iter(batches)
+        return iter(_copied(batches))
 
     def next_epoch(self) -> None:
         if not self.position:
@@ -230,6 +231,14 @@ class Stream(data.Order):
         self._state = place.get("source") if self.common else own
         if not self.position or not self.deal.stateful:
             self._state = None
+
+
+def _copied(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Return copies of batches that a step is rehearsed with: it may change what it gets."""
+    try:
+        return deepcopy(batches)
+    except Exception:  # an object of the source's that can't be copied
+        return batches
 
 
 def ordered(
