@@ -31,7 +31,6 @@ AVOID_S = 30.0
 """Seconds that a placement group waits for a node without incidents; afterwards a node with
 incidents is used."""
 
-
 ALONE_S = 30.0
 """Seconds in which a node that has joined may be followed by others: see `_request_nodes`."""
 

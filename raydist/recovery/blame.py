@@ -62,9 +62,7 @@ LAST_WORDS = re.compile(
     re.MULTILINE,
 )
 """The messages of C++, glog's checks, glibc and torch's watchdog of NCCL before they abort."""
-BAD_HEAP = re.compile(
-    r"(double free|(free|malloc|realloc|munmap_chunk)\(\)|corrupted )", re.MULTILINE
-)
+BAD_HEAP = re.compile(r"double free|(free|malloc|realloc|munmap_chunk)\(\)|corrupted ")
 """The beginning of glibc's messages before it aborts: this rank's own native code is to blame."""
 CUDA_ERROR = re.compile(r"CUDA error: (.+)")
 """What torch's watchdog of NCCL prints. The message of its abort does not repeat it, nor does the
