@@ -77,13 +77,15 @@ def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit, world_si
     failed: list[str] = []
     for node in nodes:
         try:
-            for each in node.ask(request).result(FLUSH_S):
+            flushed = node.ask(request).result(FLUSH_S)
+            for each in flushed.events:
                 # It has just happened, and the node's clock may be wrong.
                 emit(kinds.from_json({**each, "t": time.time()}))
-            break
+            if flushed.had_state:
+                break  # a node that has replaced another one may have none yet
         except Exception as error:  # that node is gone: another one has the same state
             failed.append(f"{node.host}: {type(cause_of(error)).__name__}: {last_line(error)}")
-    else:
+    if len(failed) == len(nodes):
         why = "; ".join(failed[:4]) or "no agent answers"
         return f"no node could write the last state to the disk ({why})"
     flush_shards(nodes, settings, emit)

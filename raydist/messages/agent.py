@@ -368,8 +368,18 @@ class WaitForWriter(Request[None]):
 
 
 @dataclass(frozen=True)
-class Flush(Request["list[EventJson]"]):
-    """Write the newest snapshot of this node to the disk; reply with the events of the writer."""
+class Flushed:
+    """The reply of an agent to Flush."""
+
+    events: Sequence[EventJson]
+    """Those of the writer."""
+    had_state: bool
+    """Whether a whole state is in this node's memory: a node that has just joined has none yet."""
+
+
+@dataclass(frozen=True)
+class Flush(Request[Flushed]):
+    """Write the newest snapshot of this node to the disk, if it has one."""
 
     step: int = -1
     """Write this step instead, and drop later ones: ranks of other nodes lack them. -1: the step

@@ -24,6 +24,7 @@ from raydist.messages.agent import (
     FindReached,
     FindUnreachablePaths,
     Flush,
+    Flushed,
     GetLoad,
     GetNativeStack,
     GetNetworkUse,
@@ -100,7 +101,6 @@ from raydist.shared.whole_file import write_at_once
 if TYPE_CHECKING:
     from raydist.network.facts import Facts
     from raydist.node.checkup import Checkup
-    from raydist.shared.kinds import EventJson
 
 
 class RankAgent:
@@ -335,15 +335,18 @@ class RankAgent:
             return RankValue()
         return recorded_end.read_value(self._process.reports.base)
 
-    async def flush(self, request: Flush) -> list[EventJson]:
-        """Write this node's newest snapshot to the disk, and return the writer's events."""
+    async def flush(self, request: Flush) -> Flushed:
+        """Write this node's newest snapshot to the disk, if it has one."""
         process = self._process
         if self._writer is None or process is None:
-            return []
+            return Flushed([], False)
         await self._writer.wait()
         message = WriteCheckpoint(step=request.step, random=request.random)
         await asyncio.wait({self._writer.start(message)})
-        return [*process.reports.take_events(), *self._writer.take_events()]
+        # The writer sends nothing without a state, nor if the disk has it already.
+        held = await self._server.ask(ListSteps(1), KeptSteps)
+        events = [*process.reports.take_events(), *self._writer.take_events()]
+        return Flushed(events, bool(held.steps))
 
     async def stop(self, request: StopRank) -> None:
         """Stop the rank, if it has been started (RankProcess.stop), or is being started."""

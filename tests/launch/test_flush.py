@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raydist.launch.flush import FlushNode, flush, newest_common_step
-from raydist.messages.agent import Flush
+from raydist.messages.agent import Flush, Flushed
 from raydist.messages.request import Request
 from raydist.messages.server import KeptSteps, ListSteps, WriteCheckpoint
 from raydist.messages.wire import decode, encode
@@ -66,7 +66,9 @@ class Node:
         match request:
             case Flush(step, random):
                 sent: Any = decode(encode(WriteCheckpoint(step=step, random=random)))
-                return [each.to_json() for each in snapshots.write_checkpoint(descriptors, sent)]
+                had_state = self.buffers.wants_writer(sent)
+                events = snapshots.write_checkpoint(descriptors, sent) if had_state else []
+                return Flushed([each.to_json() for each in events], had_state)
             case ListSteps(ranks):
                 return decode(encode(KeptSteps(self.buffers.common_steps(ranks))))
             case ReadRandomStates():
@@ -104,12 +106,15 @@ def make(tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
             os.close(descriptor)
 
 
+def as_asked(nodes: Sequence[Node]) -> list[FlushNode]:
+    return [FlushNode(f"host-{i}", node.ask, len(node.ranks)) for i, node in enumerate(nodes)]
+
+
 def flushed(nodes: Sequence[Node], world_size: int | None = None) -> tuple[int, Any, list[Event]]:
     """Return the step that was saved, the generators in it, and the events."""
     events: list[Event] = []
-    asked = [FlushNode(f"host-{i}", node.ask, len(node.ranks)) for i, node in enumerate(nodes)]
     ranks = world_size or sum(len(node.ranks) for node in nodes)
-    assert flush(asked, Checkpoint(), events.append, ranks) == ""
+    assert flush(as_asked(nodes), Checkpoint(), events.append, ranks) == ""
     saved = checkpoint_files.newest(nodes[0].folder)
     assert saved is not None
     assert saved.metrics == {"loss": saved.step / 10}
@@ -188,6 +193,21 @@ def test_another_node_writes_the_same_step(make: Callable[..., list[Node]]) -> N
     nodes[0].silent = Flush
     step, random, _ = flushed(nodes)
     assert (step, random.tolist()) == (4, [[0, 4, 7], [1, 4, 7]])
+
+
+@pytest.mark.parametrize("nobody", [False, True])
+def test_a_node_without_a_state_leaves_it_to_the_next_one(
+    make: Callable[..., list[Node]], nobody: bool
+) -> None:
+    """It has replaced a lost one, and its ranks have not kept a step yet."""
+    nodes = make([[]], [[]], [[] if nobody else [4, 5]])
+    if nobody:
+        events: list[Event] = []
+        assert (flush(as_asked(nodes), Checkpoint(), events.append, 3), events) == ("", [])
+        return
+    step, random, (warning, _) = flushed(nodes)
+    assert (step, len(random)) == (5, 0)
+    assert "step 5 was saved without the random generators of some ranks" in str(warning)
 
 
 def test_generators_of_another_number_of_ranks_are_left_out(

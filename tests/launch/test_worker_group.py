@@ -29,6 +29,7 @@ from raydist.messages.agent import (
     Close,
     FindUnreachablePaths,
     Flush,
+    Flushed,
     GetNetworkUse,
     GetValue,
     IsOpen,
@@ -117,6 +118,8 @@ class FakeHosts(LocalHosts):
                 return {}
             case StartRank():
                 return ProcessId(1000 + rank, 7)
+            case Flush():
+                return Flushed([], had_state=True)
             case GetValue():
                 return RankValue(value=bytes([rank]))
         return None
@@ -626,7 +629,8 @@ def signal_during(hosts: FakeHosts, kind: type[Request[Any]]) -> Iterator[None]:
     def reply(number: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)  # it interrupts the main thread
         time.sleep(0.2)
-        hosts.calls[number][2].set_result([])
+        rank, request, future = hosts.calls[number]
+        future.set_result(hosts.reply(rank, request))
 
     hosts.replies[kind] = interrupt
     with stoppable():

@@ -62,6 +62,8 @@ from raydist.recovery.hang_verdict import LAUNCH, RankState
 from raydist.settings.config import Backend, Job, as_dict
 from raydist.shared.errors import LaunchError
 from raydist.shared.kinds import EventJson
+from raydist.state.snapshot_layout import LAST_SLOT
+from raydist.state.write import SaveRequest
 from tests.leftovers import alive, ended
 from tests.node.test_fork_server import GATED, Line
 from tests.waiting import wait_until
@@ -677,6 +679,36 @@ def test_a_rank_starts_while_a_writer_waits_for_the_disk(
     # the driver decides about a lock that spans several nodes: here it has given it up
     assert node.run(restart(WriteShards(7, "mark", 1, (0,), "/nowhere"))) == (True, False)
     assert node.run(restart(Flush())) == (True, True)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_agent_says_whether_its_node_had_a_state(node: Node, tmp_path: Path, kept: bool) -> None:
+    """The driver took the empty reply of a node that had just joined for a state on the disk."""
+
+    def keep() -> None:
+        import torch
+
+        from raydist.state.snapshot import SnapshotBuffer
+        from raydist.worker import context
+
+        memory = context.current().memory
+        assert memory is not None
+        state = SnapshotBuffer(memory[0])
+        folder = str(tmp_path / "checkpoints")
+        state.fill_request(LAST_SLOT, SaveRequest(0, {}, {}, 1, folder, str(tmp_path), 3, None))
+        own = {"random": torch.zeros(1, dtype=torch.uint8), "loss": 0.5, "world_size": 1}
+        state.write(5, {"own": own, "model": torch.ones(2)})
+
+    agent = node.agent()
+    node.run(start(agent, keep if kept else lambda: None))
+    node.run(follow(agent))
+    for on_disk in (False, True):
+        flushed = node.run(agent.handle(Flush()))
+        assert flushed.had_state == kept
+        saved = [event for event in flushed.events if event["kind"] == "saved"]
+        assert len(saved) == (kept and not on_disk)
+        assert (tmp_path / "checkpoints" / "step-00000005").exists() == kept
+    node.run(agent.handle(Close()))
 
 
 def test_what_still_waits_for_an_attempt_gets_nothing_of_the_next_one(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import raydist
 from raydist import report
 from raydist.launch import flush as launch_flush
-from raydist.messages.agent import Flush
+from raydist.messages.agent import Flush, Flushed
 from raydist.messages.server import KeptSteps, ListSteps
 from raydist.messages.writer import HeldShards
 from raydist.node import writer_requests
@@ -414,7 +414,7 @@ def a_node(rank: int, folder: StoragePath, steps: dict[int, float]) -> launch_fl
         reply: Future[Any] = Future()
         match request:
             case Flush():
-                reply.set_result([])
+                reply.set_result(Flushed([], had_state=False))
             case ListSteps():
                 reply.set_result(KeptSteps([]))
             case _:
