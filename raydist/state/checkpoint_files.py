@@ -191,9 +191,13 @@ def newest_step(folder: StoragePath) -> int:
 def is_saved(folder: StoragePath, step: int) -> bool:
     """Report whether the checkpoint of this step, or of a later one, is complete.
 
-    If so, a state of this step need not be written.
+    If so, a state of this step need not be written. If the folder can't be read, it is not: writing
+    the state finds out why, and may have another place for it.
     """
-    return saved_from(folder, step) is not None
+    try:
+        return saved_from(folder, step) is not None
+    except Exception:  # each store has its own
+        return False
 
 
 def saved_from(folder: StoragePath, step: int) -> Saved | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import socket
 import time
@@ -18,8 +19,11 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from raydist.launch import run_storage
+from raydist.messages.server import WriteCheckpoint
+from raydist.node import snapshots
 from raydist.settings.config import Checkpoint, Job
 from raydist.settings.run_folder import run_folder
+from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.state import checkpoint_files, object_store, write
 from raydist.state.distributed_checkpoint import (
@@ -32,6 +36,9 @@ from raydist.state.distributed_checkpoint import (
     write_part,
 )
 from raydist.state.object_store import Remote, environment, parse_path
+from raydist.state.snapshot import SnapshotBuffer
+from raydist.state.snapshot_layout import LAST_SLOT, blank_page
+from raydist.state.write import SaveRequest
 from raydist.worker import checkpoint, context
 from tests.programs import Program
 from tests.records import Seen
@@ -242,6 +249,27 @@ def test_a_state_is_not_lost_when_nobody_answers(
         f"{RUN}/checkpoints/step-00000004"
     )
     assert f"step 2 could not be written to {RUN}/checkpoints" in events[1]["text"]
+
+
+def test_the_last_state_is_not_lost_when_nobody_answers(
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer ended when it asked the store whether the state was there already."""
+    memory = os.memfd_create("test")
+    os.pwrite(memory, blank_page(), 0)
+    request = SaveRequest(0, {}, {}, 1, f"{RUN}/checkpoints", str(tmp_path / "run"), 3, None)
+    SnapshotBuffer(memory).fill_request(LAST_SLOT, request)
+    own = {"random": torch.zeros(1, dtype=torch.uint8), "loss": 0.5, "world_size": 1}
+    SnapshotBuffer(memory).write(2, {"own": own, "weights": torch.ones(3)})
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        warning, saved = snapshots.write_checkpoint({0: memory}, WriteCheckpoint())
+    os.close(memory)
+    assert f"step 2 could not be written to {RUN}/checkpoints" in str(warning)
+    assert isinstance(saved, kinds.Saved)
+    path = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert (saved.path, checkpoint_files.verify(path).step) == (str(path), 2)
 
 
 def test_a_restart_goes_on_without_the_store(
