@@ -34,6 +34,7 @@ from raydist.state import object_store
 from raydist.state.object_store import Remote, StoragePath
 from raydist.state.snapshot_layout import State
 from raydist.state.write import (
+    CHECKSUM,
     DROPPED,
     META,
     REPLACED,
@@ -302,7 +303,7 @@ def _hashed(file: Path) -> str:
 def _hashed_once(file: Path) -> str:
     """Return the checksum of a file; the first rank of a node to ask computes and notes it.
 
-    It does so in each attempt.
+    It does so in each attempt. OSError: the file can't be read.
     """
     shared = os.environ.get(env_names.SCRATCH)
     if not shared:
@@ -310,15 +311,19 @@ def _hashed_once(file: Path) -> str:
     known = file.stat()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     key = f"{attempt} {file} {known.st_ino} {known.st_size} {known.st_mtime_ns}"
-    Path(shared).mkdir(parents=True, exist_ok=True)
-    with open(Path(shared) / f"checksum-{xxh3_128_hexdigest(key.encode())}", "a+") as note:
-        fcntl.flock(note, fcntl.LOCK_EX)
-        note.seek(0)
-        checksum = note.read()
-        if not checksum:
+    path = Path(shared) / f"checksum-{xxh3_128_hexdigest(key.encode())}"
+    checksum = ""
+    with suppress(OSError):  # without room for the note, each rank computes it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+", buffering=0) as note:
+            fcntl.flock(note, fcntl.LOCK_EX)
+            note.seek(0)
+            noted = note.read().decode()
+            if CHECKSUM.fullmatch(noted):  # not cut off by a full disk
+                return noted
             checksum = object_store.checksum_of(file)
-            note.write(checksum)
-        return checksum
+            note.write(checksum.encode())
+    return checksum or object_store.checksum_of(file)
 
 
 def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -616,6 +617,31 @@ def test_the_ranks_of_a_node_hash_a_checkpoint_once_in_each_attempt(
     damage(newest)
     loaded = [checkpoint.latest() for _ in range(2)]
     assert [each and each.step for each in loaded] == [1, 1]
+
+
+@pytest.mark.parametrize("room", [0, 7])
+def test_a_full_temporary_folder_damages_no_checkpoint(
+    tmp_path: Path, events: Seen, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """The note of a checksum found no room there, all checkpoints were skipped, and a restart began
+    anew."""
+    monkeypatch.setenv("RAYDIST_SCRATCH", str(tmp_path / "node"))
+    put(1)
+    newest = put(2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        loaded = [checkpoint.latest() for _ in range(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each and each.step for each in loaded] == [2, 2]
+
+    def broken(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(object_store, "checksum_of", broken)
+    with pytest.raises(checkpoint_files.Flaw, match="can't be read"):
+        checkpoint_files.verify(newest)
 
 
 def test_a_restart_reads_no_checkpoint_unless_ranks_need_it(
