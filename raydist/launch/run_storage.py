@@ -108,7 +108,7 @@ class RunCheckpoints:
             raise
         except Exception as error:
             folder = run_folder(self._job)
-            text = f"the checkpoints in {folder} can't be listed ({object_store.reason(error)})"
+            text = f"the checkpoints in {folder} can't be read ({object_store.reason(error)})"
             if not self._folder:
                 raise ConfigError.of("resume", self._job.resume, text, "resume=none") from error
             warn(text)

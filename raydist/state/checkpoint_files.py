@@ -246,7 +246,8 @@ class Flaw(Exception):
 def verify(path: StoragePath, hashed: bool = True) -> Saved:
     """Return a checkpoint after reading all of it. Flaw: it is not complete.
 
-    At a URL, or without `hashed`, only the sizes are checked.
+    At a URL, or without `hashed`, only the sizes are checked. A URL that can't be read says nothing
+    about the checkpoint, and raises the store's own error.
     """
     while True:
         before = _identity(path)
@@ -281,6 +282,8 @@ def _examine(path: StoragePath, hashed: bool) -> Saved:
     try:
         meta = Meta.read(path)
     except (OSError, ValueError) as error:
+        if isinstance(path, Remote) and not isinstance(error, ValueError | FileNotFoundError):
+            raise  # the store gives nothing now, as when it can't be listed
         raise Flaw(f"{META} can't be read ({type(error).__name__}: {error})") from error
     there = file_sizes(path)
     for name, facts in meta.files.items():

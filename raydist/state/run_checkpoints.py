@@ -149,7 +149,10 @@ def find_resume(
     if resume != "auto":
         return _named(parse_path(resume, "resume"), warn)
     for run in run_and_earlier(run_dir):
-        if (seen := newest_of_run(run, hashed=False)) is None:
+        skipped: list[str] = []
+        if (seen := newest_of_run(run, skipped.append, hashed=False)) is None:
+            for text in skipped:
+                warn(text)
             continue
         if finished(run, seen.path):
             warn(

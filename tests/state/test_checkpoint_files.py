@@ -365,6 +365,26 @@ def test_find(events: Seen, tmp_path: Path) -> None:
     assert "step-00000004" in warned[0]
 
 
+def test_auto_says_why_it_begins_anew_or_with_an_earlier_run(events: Seen, tmp_path: Path) -> None:
+    """Where all checkpoints of a run were cut off it did so without a word."""
+    cut: dict[str, list[Path]] = {}
+    for run in (f"{DAY}01", f"{DAY}02"):
+        stand(tmp_path / run, events)
+        cut[run] = [put(1), put(2)]
+    older, newer = cut.values()
+    warned: list[str] = []
+    for path in newer:
+        truncate(path)
+    found = run_checkpoints.find_resume("auto", tmp_path / f"{DAY}02", warned.append)
+    assert found == older[1]
+    for path in older:
+        truncate(path)
+    assert run_checkpoints.find_resume("auto", tmp_path / f"{DAY}02", warned.append) is None
+    named = [text.partition(" is skipped: ")[0] for text in warned]
+    wanted = [*reversed(newer), *reversed(newer), *reversed(older)]
+    assert named == [f"checkpoint {path}" for path in wanted]
+
+
 def test_auto_begins_anew_after_a_finished_run_unless_a_later_training_was_killed(
     events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

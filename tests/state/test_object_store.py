@@ -288,12 +288,33 @@ def test_a_restart_goes_on_without_the_store(
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
         assert training.variables(seen.append) == []
-        assert "the checkpoints in s3://bucket/runs/digits/now can't be listed" in seen[-1]
+        assert "the checkpoints in s3://bucket/runs/digits/now can't be read" in seen[-1]
         with pytest.raises(
             ConfigError,
-            match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be listed",
+            match="resume=auto: the checkpoints in s3://bucket/runs/digits/now can't be read",
         ):
             run_storage.RunCheckpoints(job).variables(seen.append)
+
+
+def test_a_store_that_lists_but_gives_nothing_is_named_at_the_start(
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints were taken for damaged ones, and the run began anew."""
+    job = Job(name="digits", dir=str(tmp_path / "now"), storage="s3://bucket/runs", resume="auto")
+    put(3)
+
+    def denied(self: Remote) -> bytes:
+        raise PermissionError("Access Denied")
+
+    seen = list[str]()
+    training = run_storage.RunCheckpoints(job)
+    assert len(training.variables(seen.append)) == 1
+    monkeypatch.setattr(Remote, "read_bytes", denied)
+    with pytest.raises(ConfigError, match=r"can't be read \(PermissionError: Access Denied\)"):
+        run_storage.RunCheckpoints(job).variables(seen.append)
+    assert seen == []
+    assert training.variables(seen.append) == []  # a restart: the ranks may have a state in memory
+    assert "Access Denied" in seen[-1]
 
 
 @pytest.mark.parametrize(
