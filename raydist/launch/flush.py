@@ -196,8 +196,10 @@ def have_shards_written(
             every = {name: facts for each in files.values() for name, facts in each.items()}
             request = CommitShards(step, mark, shards.world_size, every, **vars(described))
             match _ask(nodes, {first: request}, emit, within_s).get(first):
-                case SavedShards(saved):
+                case SavedShards(saved, trouble):
                     path = saved
+                    if trouble:
+                        emit(kinds.Warning(text=trouble))
                 case UnseenShards() as unseen:
                     emit(kinds.Warning(text=unseen_text(nodes, step, files, first, unseen)))
     finally:

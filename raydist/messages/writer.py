@@ -71,6 +71,8 @@ class SavedShards(ShardsReply):
     """The files of all nodes are a checkpoint."""
 
     path: str
+    trouble: str = ""
+    """A warning: why old checkpoints are still there."""
 
 
 @dataclass(frozen=True)

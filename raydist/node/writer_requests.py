@@ -191,6 +191,7 @@ def commit_shards(
     files = {name: FileFacts(**facts) for name, facts in request.files.items()}
     contents = Contents(request.step, request.world_size, files, request.metrics, request.reported)
     kept = Checkpoint(keep=request.keep, best=request.best)
-    if missing := commit(folder, temporary, contents, kept):
+    missing, trouble = commit(folder, temporary, contents, kept)
+    if missing:
         return UnseenShards(missing, str(folder))
-    return SavedShards(str(folder / f"step-{request.step:08d}"))
+    return SavedShards(str(folder / f"step-{request.step:08d}"), trouble)

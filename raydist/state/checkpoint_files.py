@@ -338,23 +338,14 @@ def write_and_prune(request: SaveRequest) -> tuple[StoragePath, str]:
     folder = request.folder
     if isinstance(folder, Path):
         write(request)
-        prune(folder, request, request.step)
-        return request.path, ""
-    if why := _try_store(request):
+    elif why := _try_store(request):
         path, _ = write_and_prune(request.local)
         return path, (
             f"the checkpoint of step {request.step} could not be written to {folder} ({why}): it "
             f"is in {path} on "
             f"{socket.gethostname()}, and what was saved there before is unchanged"
         )
-    try:
-        prune(folder, request, request.step)
-    except Exception as error:
-        return (
-            request.path,
-            f"old checkpoints in {folder} could not be removed: {object_store.reason(error)}",
-        )
-    return request.path, ""
+    return request.path, try_prune(folder, request, request.step)
 
 
 def _try_store(request: SaveRequest) -> str:
@@ -379,6 +370,15 @@ def _try_store(request: SaveRequest) -> str:
     failed.parent.mkdir(parents=True, exist_ok=True)
     failed.write_text(why)
     return why
+
+
+def try_prune(folder: StoragePath, settings: Retention, step: int) -> str:
+    """Prune, and return a warning if that failed, or "": the new checkpoint is complete."""
+    try:
+        prune(folder, settings, step)
+    except Exception as error:
+        return f"old checkpoints in {folder} could not be removed: {object_store.reason(error)}"
+    return ""
 
 
 def prune(folder: StoragePath, settings: Retention, step: int) -> None:

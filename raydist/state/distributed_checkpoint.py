@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from raydist.shared.errors import RaydistError
-from raydist.state.checkpoint_files import Retention, local_copy, prune
+from raydist.state.checkpoint_files import Retention, local_copy, try_prune
 from raydist.state.object_store import StoragePath
 from raydist.state.snapshot import take_apart
 from raydist.state.snapshot_layout import State
@@ -282,20 +282,20 @@ class Contents:
 
 def commit(
     folder: StoragePath, temporary: StoragePath, contents: Contents, kept: Retention
-) -> list[str]:
-    """Make a checkpoint of what all ranks have written into `temporary`.
+) -> tuple[list[str], str]:
+    """Make a checkpoint of what all ranks have written into `temporary`, and prune.
 
-    Return []. If some files are not visible here, return their names and make no checkpoint.
+    Return [], and a warning or "". If some files are not visible here, return their names and make
+    no checkpoint.
     """
     step, ranks, files = contents.step, contents.ranks, contents.files
     sizes = file_sizes(temporary)
     if missing := [name for name, facts in files.items() if sizes.get(name) != facts.bytes]:
-        return missing
+        return missing, ""
     made = {**files, **write_metadata(temporary, ranks)}
     meta = Meta.of(step, ranks, contents.metrics, made, sharded=True, reported=contents.reported)
     complete(temporary, folder / f"step-{step:08d}", meta)
-    prune(folder, kept, step)
-    return []
+    return [], try_prune(folder, kept, step)
 
 
 def temporary_name(folder: StoragePath, step: int, mark: str) -> StoragePath:

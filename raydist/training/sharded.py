@@ -242,13 +242,18 @@ def _write_part(temporary: StoragePath, part: RankPart) -> State:
 def _commit(
     request: SaveRequest, temporary: StoragePath, states: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Commit what all ranks have written as a checkpoint; return why that failed."""
+    """Commit what all ranks have written as a checkpoint; return why that failed.
+
+    Old checkpoints that could not be removed are a warning.
+    """
     files = {name: FileFacts(**facts) for each in states for name, facts in each["files"].items()}
     contents = Contents(request.step, len(states), files, request.metrics, request.reported)
     try:
-        unseen = commit(request.folder, temporary, contents, request)
+        unseen, trouble = commit(request.folder, temporary, contents, request)
     except Exception as error:
         return object_store.reason(error)
+    if trouble:
+        context.warn(trouble)
     where = f"rank 0 does not see {', '.join(unseen[:4])} in {request.folder}"
     return (
         f"{where}; set storage=FOLDER, one that all nodes see, or storage=s3://BUCKET/FOLDER"

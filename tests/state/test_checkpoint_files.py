@@ -187,6 +187,20 @@ def test_a_file_that_may_not_grow_is_named_as_that(events: Seen, tmp_path: Path)
     assert checkpoint.latest() is None
 
 
+def test_a_checkpoint_is_written_where_old_ones_cannot_be_removed(
+    events: Seen, tmp_path: Path
+) -> None:
+    """The error said that the new one could not be written."""
+    put(1)
+    (tmp_path / "run" / "checkpoints" / ".step-00000009").touch()  # no folder of a killed writer
+    path = put(2)
+    latest = checkpoint.latest()
+    assert latest is not None
+    assert (latest.step, latest.path) == (2, path)
+    assert [event["kind"] for event in events] == ["saved", "warning", "saved"]
+    assert f"old checkpoints in {path.parent} could not be removed: NotADir" in events[1]["text"]
+
+
 def test_keep_and_best(events: Seen, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6), (5, float("nan"))):

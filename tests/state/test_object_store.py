@@ -216,7 +216,7 @@ def test_of_a_file_of_shards_no_copy_stays_where_one_rank_of_the_node_needs_it(
     folder, state = Remote(f"{RUN}/checkpoints"), {"weights": torch.ones(100)}
     beside = temporary_name(folder, 4, "x")
     files = write_part(beside, RankPart(0, 1, state, RankPlanner(0).plan(state)))
-    assert commit(folder, beside, Contents(4, 1, files), Checkpoint()) == []
+    assert commit(folder, beside, Contents(4, 1, files), Checkpoint()) == ([], "")
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         latest = {"weights": torch.zeros(100)}

@@ -41,7 +41,7 @@ from raydist.training.checkpointer import ShardCheckpointer
 from raydist.worker import context
 from tests.conftest import ROOT
 from tests.lagging import Lagging
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, succeeded
 from tests.records import read_events
 from tests.rig import QUICK_DEATH
 
@@ -459,6 +459,44 @@ def test_the_parts_of_all_nodes_become_a_checkpoint_where_all_see_its_folder(
     assert loaded["n"] == 7
     launch_flush.flush(nodes, Checkpoint(keep=1), events.append, 2)
     assert events == [saved]  # it is there already
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_shards_are_a_checkpoint_where_old_ones_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: bool
+) -> None:
+    """The nodes dropped their files, at a URL those of the complete checkpoint."""
+
+    def denied(folder: StoragePath, rule: str | None) -> StoragePath:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(checkpoint_files, "best", denied)
+    folder = parse_path(f"memory://bucket/{tmp_path.name}") if url else tmp_path
+    events: list[Any] = []
+    nodes = [a_node(rank, folder, {4: 0.4}) for rank in range(2)]
+    launch_flush.flush(nodes, Checkpoint(keep=1), events.append, 2)
+    newest = checkpoint_files.newest(folder)
+    assert newest is not None
+    assert [each.kind for each in events] == ["warning", "saved"]
+    assert "could not be removed: PermissionError: Access Denied" in events[0].text
+    assert events[1].path == str(newest.path)
+
+
+def saves_beside_a_file(job: Job) -> Any:
+    """Save a state where the folder cannot be pruned; return what is returned, and its steps."""
+    folder = context.rank().run_dir / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    (folder / ".step-00000009").touch()
+    path = sharded.save(3, {"x": torch.ones(2)}, wait=True)
+    return path, [each.name for each in folder.glob("step-*")]
+
+
+def test_ranks_save_shards_where_old_checkpoints_cannot_be_removed(tmp_path: Path) -> None:
+    ranks = succeeded(run_ranks(2, GLOO, saves_beside_a_file, tmp_path))
+    for rank in ranks:
+        path, there = rank.value
+        assert there == [path.name] == ["step-00000003"]
+    assert [each["kind"] for each in ranks[0].events] == ["warning", "saved"]
 
 
 @pytest.mark.parametrize(("step", "whole"), [(4, True), (5, False)])
