@@ -317,7 +317,7 @@ class AgentServer:
                 spawn.execute_rank(spec, path, fds, server)
             rank_main.run_rank(spec, rank_main.RankFiles(*fds))
 
-        return self.fork(become_rank)
+        return self.fork(become_rank, memories)
 
     def memories_of(self, spec: RankSpec) -> SnapshotBuffers:
         """Return the memories of the run of a rank: known, held since it made way, or new."""
@@ -331,16 +331,19 @@ class AgentServer:
         held.run, held.checkpoints, held.first = run.run, run.checkpoints, False
         return held
 
-    def fork(self, become: Callable[[], NoReturn]) -> int:
-        """Fork a child that calls `become` and that SIGTERM ends; return its pid."""
-        return spawn.fork_rank(self.close_in_child, become)
+    def fork(self, become: Callable[[], NoReturn], own: SnapshotBuffers | None = None) -> int:
+        """Fork a child that calls `become` and that SIGTERM ends; return its pid.
 
-    def fork_child(self, become: Callable[[], NoReturn]) -> int:
+        `own`: the memories that it keeps.
+        """
+        return spawn.fork_rank(lambda: self.close_in_child(own), become)
+
+    def fork_child(self, become: Callable[[], NoReturn], own: SnapshotBuffers | None = None) -> int:
         """Fork a child that ignores SIGTERM, as the server does, and calls `become`.
 
-        Returns its pid.
+        `own`: the memories that it keeps. Returns its pid.
         """
-        return spawn.fork_child(self.close_in_child, become)
+        return spawn.fork_child(lambda: self.close_in_child(own), become)
 
     def fork_writer(
         self, agent: socket.socket, request: WriteCheckpoint | ShardsRequest, reply: int = -1
@@ -350,18 +353,21 @@ class AgentServer:
         The process sends its events or its reply to the descriptor `reply`.
         """
         memories = self.memories[agent]
-        pid = self.fork_child(lambda: run_writer(memories, request, reply))
+        pid = self.fork_child(lambda: run_writer(memories, request, reply), memories)
         self.children[pid] = Child(agent, memories=memories if ends_save(request) else None)
 
-    def close_in_child(self) -> None:
-        """Close the server's descriptors, in a new child."""
+    def close_in_child(self, own: SnapshotBuffers | None) -> None:
+        """Close the server's descriptors, in a new child; except of its own memories."""
         signal.set_wakeup_fd(-1)
         # An agent that leaves waits for its connection to close, so no child of another agent may
         # hold it open.
         fds = [key.fd for key in self.selector.get_map().values()]
         beats = [child.beat for child in self.children.values()]
         leaving = [agent.fileno() for agent in self.leaving_agents]
-        for fd in [*fds, *beats, *leaving, *self.held.descriptors()]:
+        # Nor may a child of another run hold memories after their run.
+        others = {*self.memories.values()} - {own}
+        memories = [fd for each in others for fd in each.descriptors.values()]
+        for fd in [*fds, *beats, *leaving, *memories, *self.held.descriptors()]:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.selector.close()

@@ -337,6 +337,28 @@ def test_the_server_disconnects_once_all_processes_of_an_agent_are_gone(tmp_path
     node.close()
 
 
+def memories_in(pid: int) -> list[str]:
+    """Return the snapshot memories that a process has open."""
+    open_files = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    return sorted(name.split()[0] for name in open_files if "raydist-snapshot" in name)
+
+
+def test_the_ranks_of_a_run_hold_no_memory_of_another(warm: Node, tmp_path: Path) -> None:
+    """The memory of a finished trial of a sweep stayed taken while the others ran."""
+    line, other = warm.dial(), warm.dial()
+    other.folder = tmp_path
+    first = line.fork(lambda: time.sleep(300))
+    second = other.fork(lambda: time.sleep(300), rank=1, env={"LOCAL_RANK": "1"})
+    store, _ = other.open_store("127.0.0.1")
+    one, two = "/memfd:raydist-snapshot-0", "/memfd:raydist-snapshot-1"
+    # A child closes what it has inherited after the server has reported it.
+    wait_until(lambda: memories_in(second) == [one, two])
+    assert (memories_in(first), memories_in(store)) == ([one], [])
+    for each in (line, other):
+        each.socket.close()
+    wait_until(lambda: not alive(first) and not alive(second))
+
+
 A_RUN_AFTER_ANOTHER = """
 import socket
 from pathlib import Path
