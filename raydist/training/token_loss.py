@@ -7,6 +7,7 @@ those of the whole optimizer step, over all passes and ranks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,7 @@ class TokenLoss:
     @classmethod
     def of(cls, loss: Callable[[Any, Any], torch.Tensor], model: torch.nn.Module) -> TokenLoss:
         """Return the loss of a model by target. `loss`: an OwnLoss, or that of the job."""
-        # The decoder of a model with an encoder gets its inputs shifted, and keeps all labels.
-        config = getattr(model, "config", None)
-        causal = getattr(model, "loss_type", None) == "ForCausalLM"
-        return cls(loss, causal and not getattr(config, "is_encoder_decoder", False))
+        return cls(loss, shifts_labels(model))
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
         return self.loss(output, target)
@@ -75,6 +73,30 @@ class TokenLoss:
     def weighed(self, loss: torch.Tensor, target: Any, share: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch x its targets x `share`; 0 if it has no targets."""
         return weighed_mean(loss, share * self.count(target))
+
+
+def shifts_labels(model: torch.nn.Module) -> bool:
+    """Report whether a model of transformers shifts the labels itself.
+
+    It does if its loss is that of a causal language model, which its `loss_type`, from the name of
+    its class, may name otherwise (`ForConditionalGeneration`). A model without a `loss_type` has
+    that loss too, as GPT2LMHeadModel; but others of these compute their own, and never call it.
+    """
+    # The decoder of a model with an encoder gets its inputs shifted, and keeps all labels.
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    kind = getattr(model, "loss_type", None)
+    if kind == "ForCausalLM":
+        return True
+    used = getattr(model, "loss_function", None)
+    causal = getattr(used, "__name__", "") == "ForCausalLMLoss"  # also once it is compiled
+    return causal and (kind is not None or any(map(_calls_loss_function, model.modules())))
+
+
+def _calls_loss_function(module: torch.nn.Module) -> bool:
+    methods = [vars(each).get("forward") for each in type(module).__mro__]
+    codes = [getattr(inspect.unwrap(each), "__code__", None) for each in methods if each]
+    return any("loss_function" in code.co_names for code in codes if code is not None)
 
 
 def own_loss(loss: Any) -> OwnLoss | None:

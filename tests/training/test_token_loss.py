@@ -42,6 +42,58 @@ def test_what_is_counted(loss: Any, of: Any, target: Any, wanted: int) -> None:
     assert int(TokenLoss.of(loss, of).count(target)) == wanted
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "pad_token_id": 0,
+}
+LLAVA: dict[str, Any] = {
+    "text_config": {**SMALL, "model_type": "llama"},
+    "vision_config": {**SMALL, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
+    "image_token_index": 7,
+}
+T5: dict[str, Any] = {
+    "vocab_size": 8,
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "of", "words"),
+    [
+        ("Llama", "ForCausalLM", SMALL),
+        ("GPT2", "LMHeadModel", {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}),
+        ("Llava", "ForConditionalGeneration", LLAVA),
+        ("XLNet", "LMHeadModel", {"vocab_size": 8, "d_model": 8, "n_layer": 1, "n_head": 2}),
+        ("Bert", "ForMaskedLM", SMALL),
+        ("T5", "ForConditionalGeneration", T5),
+    ],
+)
+def test_the_first_label_counts_where_a_model_of_transformers_uses_it(
+    kind: str, of: str, words: dict[str, Any], compiled: bool
+) -> None:
+    """It counted in models whose `loss_type` is not ForCausalLM, and which shift the labels
+    nevertheless."""
+    transformers = pytest.importorskip("transformers")
+    made = getattr(transformers, kind + of)(getattr(transformers, f"{kind}Config")(**words))
+    tokens = torch.tensor([[1, 2, 3]])
+    first = torch.tensor([[1, -100, -100]])
+    loss = made(input_ids=tokens, labels=first).loss  # NaN, the mean over nothing: not used
+    if compiled:
+        made.loss_function = torch.compile(made.loss_function)
+    counted = TokenLoss.of(OwnLoss(), made).count({"input_ids": tokens, "labels": first})
+    assert int(counted) == (not loss.isnan())
+
+
 def test_targets_that_cannot_be_counted_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         TokenLoss.of(F.cross_entropy, model()).count([LABELS, LABELS])
