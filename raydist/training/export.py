@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
     All ranks must call it, with the same model: after `raydist.fit`, or in a loop of one's own. The
     files have the names that other readers expect: `model.safetensors`, or several files of at most
     5 GB and `model.safetensors.index.json`. A model of transformers gets its `config.json` too, so
-    that `from_pretrained(folder)` takes it.
+    that `from_pretrained(folder)` takes it, in the `dtype` in which it was saved.
 
     - `model`: also in torch's DistributedDataParallel, or compiled.
     - `folder`: rank 0 writes it, in a pipeline also the first rank of each stage, which must see
@@ -111,6 +112,8 @@ class WeightWriter:
         """The names of the tensors in each file."""
         self.bytes = 0
         """Of all tensors."""
+        self.dtype: torch.dtype | None = None
+        """Of the first tensor with floating point."""
         self.why = ""
         """Why it could not write."""
         self._waiting: dict[str, torch.Tensor] = {}
@@ -129,6 +132,8 @@ class WeightWriter:
         own = value.detach().to("cpu", dtype or value.dtype, copy=True).contiguous()
         if sum(each.nbytes for each in self._waiting.values()) + own.nbytes > FILE_BYTES:
             self.flush()
+        if own.is_floating_point():
+            self.dtype = self.dtype or own.dtype
         self._waiting[name] = own
         self.bytes += own.nbytes
 
@@ -191,9 +196,13 @@ class WeightWriter:
             for each in [*self.folder.iterdir()]:
                 if NUMBERED.fullmatch(each.name) and each.name not in used:
                     each.unlink()
-            config: Any = getattr(model, "config", None)
-            if hasattr(config, "save_pretrained"):
+            known: Any = getattr(model, "config", None)
+            if hasattr(known, "save_pretrained"):
+                config = copy(known)
                 config.architectures = [_kind(model).__name__]
+                # Otherwise that of the weights with which the training began, and a reader would
+                # round these to it.
+                config.dtype = self.dtype
                 config.save_pretrained(self.folder)
 
 

@@ -200,6 +200,32 @@ def test_one_file_in_another_type(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_of_transformers_is_loaded_in_the_type_of_its_weights(tmp_path: Path) -> None:
+    """The type was that of the weights on the hub, and the trained ones were rounded to it."""
+    transformers = pytest.importorskip("transformers")
+
+    def save(job: Job) -> Any:
+        shape = transformers.LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            dtype=torch.bfloat16,
+        )
+        model = transformers.LlamaForCausalLM(shape)
+        found = []
+        for dtype in (None, torch.bfloat16, torch.float64):
+            models.save_weights(model, tmp_path / "saved", dtype=dtype)
+            read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+            wanted = [each.to(dtype or each.dtype) for each in model.parameters()]
+            found.append(all(map(torch.equal, read.parameters(), wanted)))
+        return found, shape.dtype, shape.architectures
+
+    (result,) = succeeded(run_ranks(1, BASE, save, tmp_path))
+    assert result.value == ([True] * 3, torch.bfloat16, None)
+
+
 def test_earlier_weights_in_the_folder_are_removed(tmp_path: Path) -> None:
     """Some readers prefer one file to several, others take every file."""
     folder = tmp_path / "saved"
