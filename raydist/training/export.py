@@ -40,7 +40,8 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
     Returns the folder. A tensor with several names is saved under the first. The tensors are
     gathered one by one; a rank that writes needs memory for one file.
 
-    ConfigError: safetensors is not installed. RaydistError: a rank could not write.
+    ConfigError: safetensors is not installed. RaydistError: a rank could not write. In a program
+    (`script=`) rank 0 alone learns that, and the others do not wait for it.
     """
     try:
         import safetensors.torch  # noqa: F401
@@ -56,7 +57,8 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
             writer.add(name, value, dtype)
     writer.flush()
     everyone = _gather(writer)
-    writer.rename(everyone)
+    if writes:
+        writer.rename(everyone)
     if writer.rank == 0:
         writer.finish(model, everyone)
     _gather(writer)
@@ -92,7 +94,7 @@ def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _gather(writer: WeightWriter) -> Sequence[Mapping[str, Any]]:
-    """Return what each rank has written. RaydistError: one could not."""
+    """Return what each rank has written; in a program, this one. RaydistError: one could not."""
     comm = context.current().comm
     own: dict[str, Any] = {"files": writer.files, "bytes": writer.bytes, "why": writer.why}
     everyone = [own] if comm is None else gather_states(own, comm)

@@ -21,6 +21,7 @@ from raydist.training.weights import INDEX
 from raydist.worker import context
 from tests.losses import next_token
 from tests.ranks import RankResult, run_ranks, succeeded
+from tests.records import Seen
 
 safetensors = pytest.importorskip("safetensors.torch")
 load_file, save_file = safetensors.load_file, safetensors.save_file
@@ -150,6 +151,19 @@ def test_a_wrapped_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
 
     succeeded(run_ranks(1, BASE, save, tmp_path))
     assert [*load_file(tmp_path / "saved" / "model.safetensors")] == ["0.bias", "0.weight"]
+
+
+def test_a_program_saves_weights_on_its_rank_0(tmp_path: Path) -> None:
+    """The other ranks, which have nothing to write there, raised IndexError."""
+    for rank in (1, 0):
+        me = context.Rank(rank=rank, world_size=2, run_dir=tmp_path)
+        context.enter(context.Context(rank=me, emit=Seen(), beat=lambda step, phase: None))
+        try:
+            assert models.save_weights(nn.Linear(2, 3), tmp_path / "saved") == tmp_path / "saved"
+        finally:
+            context.enter(None)
+        assert (tmp_path / "saved").exists() == (rank == 0)
+    assert [*load_file(tmp_path / "saved" / "model.safetensors")] == ["bias", "weight"]
 
 
 def test_what_a_failed_save_has_written_is_removed_and_never_read(
