@@ -90,7 +90,6 @@ class StandbyNodes:
         self._warm: dict[int, WarmNode] = {}
         """By bundle: the standby node on it."""
         self._request: Open | None = None
-        self._first_group = actors.groups[0][0]
         self._lost_bundles: set[tuple[int, str]] = set()
         """Bundles whose actor is gone, each with its node."""
         self._avoiding_since: dict[int, float] = {}
@@ -100,6 +99,11 @@ class StandbyNodes:
         self._avoid_none = False
         """Whether such a bundle got no node in time."""
         self._reported: set[tuple[str, bool]] = set()
+
+    @property
+    def _first_group(self) -> Any:
+        """The placement group with which the run began; others have a bundle each."""
+        return self._actors.groups[0][0]
 
     def set_request(self, request: Open) -> None:
         """Set the request that opens every agent."""
