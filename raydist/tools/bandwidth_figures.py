@@ -99,15 +99,16 @@ def elements(op: str, size: int, ranks: int) -> int:
 
 
 def message_sizes(low: int, high: int, by: float) -> list[int]:
-    """Return sizes in bytes from `low` to at most `high`, each `by` times the previous one.
+    """Return sizes in bytes from `low` to `high`, each `by` times the previous one.
 
-    Each is at least a byte larger than the previous one.
+    Each is at least a byte larger than the previous one. The last one is `high`, however far from
+    the previous one.
     """
     sizes, size = [], low
-    while size <= high:
+    while size < high:
         sizes.append(size)
         size = max(size + 1, math.floor(size * by))
-    return sizes
+    return [*sizes, high]
 
 
 def in_bytes(flag: str, text: str) -> int:

@@ -39,7 +39,7 @@ def test_a_missing_operation_is_said_to_be_missing() -> None:
 
 def test_sizes_go_from_low_to_high() -> None:
     assert figures.message_sizes(8, 64, 2) == [8, 16, 32, 64]
-    assert figures.message_sizes(1000, 5000, 4) == [1000, 4000]
+    assert figures.message_sizes(1000, 5000, 4) == [1000, 4000, 5000]
     assert figures.message_sizes(7, 7, 2) == [7]
     assert figures.message_sizes(4, 8, 1.2) == [4, 5, 6, 7, 8]
 
