@@ -361,6 +361,17 @@ class Session(pdb.Pdb):
         """As do_quit: the person has gone."""
         return self.do_quit(arg)
 
+    def do_run(self, arg: str) -> None:
+        """run, restart: not possible here. pdb's own would raise Restart into the program."""
+        self.message(
+            "a rank cannot be started again from here: c or q lets it continue, and raydist stop "
+            "ends the run"
+        )
+
+    def do_restart(self, arg: str) -> None:
+        """As do_run."""
+        self.do_run(arg)
+
 
 def starts_program(frame: FrameType) -> bool:
     """Report whether a frame is one of those between the start of the rank and its program."""
