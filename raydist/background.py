@@ -27,7 +27,7 @@ class Run(Generic[T]):
     """A run that `raydist.submit` has started.
 
     As a context manager it waits at the end of the block; if the block raises, it stops the run
-    first.
+    first. Ctrl-C during that wait stops the run, too, and is raised when it has ended.
 
     - `dir`: the run folder.
     - `done()`: whether the run is over.
@@ -81,13 +81,20 @@ class Run(Generic[T]):
 
         TimeoutError: the run is not over. LaunchError, RunFailed, Stopped: as `raydist.run`.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._over, timeout):
-                raise TimeoutError(f"the run in {self.dir} has not ended after {timeout} s")
+        if not self._wait(timeout):
+            raise TimeoutError(f"the run in {self.dir} has not ended after {timeout} s")
         if self._error is not None:
             raise self._error
         assert self._result is not None
         return self._result
+
+    def _wait(self, timeout: float | None = None) -> bool:
+        """Wait until the run is over; return whether it is.
+
+        Not by Thread.join: after a KeyboardInterrupt in it, Python takes the thread to be over.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over, timeout)
 
     def stop(self) -> None:
         """Ask the run to stop, as SIGTERM does: it saves its state, and `result` raises Stopped.
@@ -133,7 +140,12 @@ class Run(Generic[T]):
     ) -> None:
         if error is not None:
             self.stop()
-        self._thread.join()
+        try:
+            self._wait()
+        except BaseException:  # Ctrl-C
+            self.stop()
+            self._wait()
+            raise
 
 
 @overload

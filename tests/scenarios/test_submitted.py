@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -95,6 +96,28 @@ def test_a_block_waits_for_its_run_and_stops_it_if_it_raises(on_ray: Path) -> No
         raise_at_first_report(run)
     assert run.done()
     with pytest.raises(raydist.Stopped):
+        run.result()
+
+
+def test_ctrl_c_in_the_wait_at_the_end_of_a_block_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def press_ctrl_c(event: events.Event) -> None:
+        if isinstance(event, events.Report) and event.step == 0:
+            signal.pthread_kill(main, signal.SIGINT)
+
+    never = str(tmp_path / "never")
+    run = raydist.submit(
+        report_until, "scale=1x1", "group=inline", args=(never, 500), on_event=press_ctrl_c
+    )
+    with pytest.raises(KeyboardInterrupt), run:
+        pass
+    assert run.done()
+    with pytest.raises(raydist.Stopped, match="SIGTERM"):
         run.result()
 
 
