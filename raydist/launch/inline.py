@@ -104,12 +104,27 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
             return Attempt(ends=[end], values=(value,))
         except Stopped as stop:
             return Attempt(ends=[end], error=stop)
+        except SystemExit as exit_:  # ends the rank, and not the caller of raydist.run
+            return Attempt(ends=[exit_end(end, exit_)], values=(None,))
         except Exception as error:
             exception = exception_facts(error)
             context.emit_event(kinds.Raised(rank=context.rank().rank, **exception))
             return Attempt(ends=[replace(end, how="raised", **exception)], exceptions={0: error})
         finally:
             del store
+
+
+def exit_end(end: End, exit_: SystemExit) -> End:
+    """Return how a rank ended that called `sys.exit`, as if it had a process of its own."""
+    code = 0 if exit_.code is None else exit_.code
+    if code == 0:
+        return end
+    number = code & 0xFF if isinstance(code, int) else 0
+    exception = exception_facts(exit_)
+    context.emit_event(kinds.Raised(rank=context.rank().rank, code=number, **exception))
+    if number:
+        return replace(end, how="exited", code=number, step=exception["step"])
+    return replace(end, how="raised", **exception)
 
 
 @contextlib.contextmanager

@@ -185,6 +185,23 @@ def test_one_inline_rank_that_fails_has_a_page_of_its_failure_too(on_ray: Path) 
     assert caught.value.result.failure == page["text"]
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [(0, ""), (None, ""), (3, "exited with code 3"), ("no data", "SystemExit: no data")],
+)
+def test_one_inline_rank_that_exits_does_not_end_the_caller(
+    code: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        result = raydist.run(lambda: sys.exit(code), "scale=1x1", "group=inline", QUIET)
+    except RunFailed as failed:
+        result = failed.result
+    assert result.status == ("failed" if says else "finished")
+    assert says in result.failure
+    assert (result.dir / "result.json").exists()
+
+
 def test_what_ranks_print_is_in_their_own_logs_unmixed(on_ray: Path) -> None:
     def job() -> None:
         sys.stdout.buffer.write(bytes([0, 255, 10]))
