@@ -352,8 +352,7 @@ class Conductor:
         match message.error:
             case None:
                 self._tell(replace(trial, state="finished", passed=len(trial.curve)))
-                if (wrong := unreported_objective(trial, self._setup.objectives)) is not None:
-                    self._end(wrong)
+                self._check_objectives(trial)
             case Stopped() as stopped:
                 self._tell(replace(trial, state=live.intent or "stopped"))
                 alone = not live.intent  # somebody has stopped this trial, not the sweep
@@ -367,6 +366,17 @@ class Conductor:
                     show=True,
                 )
                 self._end(error)
+
+    def _check_objectives(self, trial: Trial) -> None:
+        """End the sweep if the job reports no such objective; warn if only this trial has not."""
+        objectives = self._setup.objectives
+        if (wrong := unreported_objective(trial, objectives, self.states)) is not None:
+            self._end(wrong)
+        elif lacks := [each.name for each in objectives if each.name not in trial.values]:
+            self._setup.folder.warn(
+                f"trial {trial.number} has finished, but has not reported {', '.join(lacks)}: it "
+                "cannot be the best"
+            )
 
     def _fail(self, number: int, error: RaydistError) -> None:
         """Handle the failure of a trial as `sweep.on_failure` specifies."""

@@ -143,13 +143,16 @@ def values_of(objectives: Sequence[Objective], metrics: Mapping[str, Any]) -> di
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
-def unreported_objective(trial: Trial, objectives: Sequence[Objective]) -> ConfigError | None:
-    """Return the error if a trial has finished without reporting an objective.
+def unreported_objective(
+    trial: Trial, objectives: Sequence[Objective], others: Iterable[Trial] = ()
+) -> ConfigError | None:
+    """Return the error if a trial has finished without an objective that no other one has reported.
 
-    It names what the job reports.
+    It names what the job reports. `others`: all trials; those that have finished count.
     """
+    reported = {name for other in others if other.state == "finished" for name in other.values}
     for each in objectives:
-        if each.name not in trial.values:
+        if each.name not in {*trial.values, *reported}:
             known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
             mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
             guess = f"sweep.objective={mode}:{close}" if close else None

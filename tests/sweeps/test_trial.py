@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raydist.shared.kinds import Event
-from raydist.sweeps.trial import WatchedTrial
+from raydist.sweeps.trial import Trial, WatchedTrial, parse_objectives, unreported_objective
 from tests.records import event
 
 WAIT = event("wait", text="…")
@@ -33,3 +35,15 @@ def test_the_next_trial_is_placed_once_the_others_have_slots(
     for each in events:
         watched.add(each)
     assert watched.settled == settled
+
+
+def test_only_an_objective_that_no_trial_has_reported_is_wrong() -> None:
+    loss, both = parse_objectives("min:loss"), parse_objectives("min:loss,max:hits")
+    without = Trial(2, {}, "finished")
+    has = Trial(1, {}, "finished", values={"loss": 1.0})
+    assert unreported_objective(without, loss) is not None  # the first one that finishes
+    assert unreported_objective(without, loss, [without, replace(has, state="failed")]) is not None
+    assert unreported_objective(without, loss, [has, without]) is None
+    wrong = unreported_objective(without, both, [has, without])
+    assert wrong is not None
+    assert wrong.value == "max:hits"
