@@ -42,6 +42,7 @@ from raydist.settings.validate import validate
 from raydist.shared import env_names, home
 from raydist.shared.errors import ConfigError
 from raydist.shared.imports import uncollected
+from raydist.state.object_store import StoragePath
 
 CONFIG = "config"
 """The primary config: conf/config.yaml."""
@@ -173,7 +174,7 @@ def refuse_second_sweep(folder: str, key: str) -> None:
         raise ConfigError.of(key, folder, cause, *ways, f"{key}={fresh(folder)}") from None
 
 
-def was_begun(summary: Path) -> bool:
+def was_begun(summary: StoragePath) -> bool:
     """Return whether a sweep with this summary has trials, or may still get some."""
     try:
         found = json.loads(summary.read_text(encoding="utf-8"))

@@ -135,6 +135,8 @@ class Conductor:
             sweep.reduction,
         )
         self._live: dict[int, Live] = {}
+        self._begun = set(trials)
+        """Trials that may have a state to continue from; a new one has nothing of its own."""
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._gangs = Gangs()
         self._error: BaseException | None = None
@@ -254,13 +256,17 @@ class Conductor:
             job, dir=str(self._setup.folder.path / trial.dir), group="ray", sweep=sweep, watch=watch
         )
         thread = threading.Thread(
-            target=self._run, args=(trial, job), name=f"raydist-trial-{number}", daemon=True
+            target=self._run,
+            args=(trial, job, number in self._begun),
+            name=f"raydist-trial-{number}",
+            daemon=True,
         )
+        self._begun.add(number)
         self._live[number] = Live(WatchedTrial(self._setup.objectives), len(trial.curve), thread)
         thread.start()
 
-    def _run(self, trial: Trial, job: Job) -> None:
-        """Run a trial, in its own thread."""
+    def _run(self, trial: Trial, job: Job, again: bool) -> None:
+        """Run a trial, in its own thread. `again`: it may have run before."""
         live = self._live[trial.number]
 
         def read(event: Event) -> None:
@@ -268,7 +274,7 @@ class Conductor:
 
         error: BaseException | None = None
         try:
-            if own := run_storage.own_newest(job):
+            if again and (own := run_storage.own_newest(job)):
                 job = replace(job, resume=own)
                 self._recall(live, Path(job.dir) / EVENTS)
             write_settings(job, trial.settings)

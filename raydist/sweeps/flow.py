@@ -36,7 +36,7 @@ from raydist.sweeps.trial import (
     parse_objectives,
     values_of,
 )
-from raydist.sweeps.upload import SweepUpload
+from raydist.sweeps.upload import SweepUpload, refuse_stored_sweep
 from raydist.watch.web.live_page import LivePage
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
@@ -126,7 +126,9 @@ def run_sweep(
         before_s = wall_before(path)
         rules.check_below_limits([*trials.values()], settings, before_s)
         until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
-        if not resumed:  # a sweep may have been refused here that had other objectives
+        if not resumed:
+            refuse_stored_sweep(jobs[0], path)
+            # A sweep may have been refused here that had other objectives.
             (path / samplers.JOURNAL).unlink(missing_ok=True)
         sampler = samplers.sampler(sampler_name, settings, space, folder)
     except BaseException:

@@ -1,4 +1,7 @@
-"""Copy the records of a sweep to `storage=`, next to its trials, while it runs. (driver)"""
+"""Copy the records of a sweep to `storage=`, next to its trials, while it runs. (driver)
+
+No other sweep may be there.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from raydist.launch import run_storage
+from raydist.settings.compose import fresh, was_begun
 from raydist.settings.config import Job
 from raydist.settings.run_folder import sweep_folder
+from raydist.shared.errors import ConfigError
 from raydist.shared.record_names import NOTE
 from raydist.state import object_store
 from raydist.watch.web.sweep import SUMMARY
@@ -17,6 +22,30 @@ from raydist.watch.web.sweep import SUMMARY
 RECORDS = (SUMMARY, "sweep.csv", "sweep.jsonl", "multirun.yaml", NOTE)
 EVERY_S = 10.0
 """Seconds between two checks for changed records."""
+
+
+def refuse_stored_sweep(job: Job, folder: Path) -> None:
+    """Raise ConfigError if `storage=` has a sweep of the name of this one, or can't be read.
+
+    Its trials would pass for those of this one. `job`: that of any trial. `folder`: that of the
+    new sweep.
+    """
+    if not job.storage:
+        return
+    object_store.check_url("storage", job.storage)
+    stored = sweep_folder(job, folder)
+    try:
+        with object_store.environment(job.env):
+            begun = (stored / SUMMARY).exists() and was_begun(stored / SUMMARY)
+    except Exception as error:  # each store has its own
+        cause = (
+            f"it cannot be read ({object_store.reason(error)}); credentials belong into env_file="
+        )
+        raise ConfigError.of("storage", job.storage, cause) from error
+    if begun:
+        cause = f"another sweep is in {stored} already"
+        way = f"hydra.sweep.dir={fresh(str(folder))}"
+        raise ConfigError.of("storage", job.storage, cause, way)
 
 
 class SweepUpload(AbstractContextManager["SweepUpload"]):

@@ -11,6 +11,7 @@ import pytest
 
 import raydist
 from raydist.cluster import connect
+from raydist.launch import run_storage
 from raydist.launch.gangs import OneOfMany
 from raydist.settings.config import Job
 from raydist.sweeps import conduct, room
@@ -48,3 +49,44 @@ def test_a_trial_without_the_objective_does_not_end_a_sweep_that_has_it(
     assert "trial 1 has finished, but has not reported loss" in said.out + said.err
     with pytest.raises(raydist.ConfigError, match="the job reports no number loss"):
         raydist.sweep("digits", *WORDS, "optim.lr=0.3,0.1", "sweep.objective=min:loss")
+
+
+def test_a_new_sweep_does_not_continue_one_of_its_name_in_the_store(
+    runs: Callable[[Values], None], tmp_path: Path
+) -> None:
+    space = ("digits", *WORDS, "optim.lr=0.1,0.3", f"storage={tmp_path}/store")
+    runs(lambda job: {"loss": job.optim.lr})
+    first = raydist.sweep(*space, "hydra.sweep.dir=a/one")
+    with pytest.raises(raydist.ConfigError) as refused:
+        raydist.sweep(*space, "hydra.sweep.dir=b/one")
+    assert f"another sweep is in {tmp_path}/store/one already" in str(refused.value)
+    assert f"hydra.sweep.dir={tmp_path}/b/one-2" in str(refused.value)
+    assert raydist.sweep(*space, "hydra.sweep.dir=b/one-2").exit_code == 0
+    assert raydist.sweep("digits", f"sweep.resume={first.dir}").trials == first.trials
+
+
+def test_a_store_that_cannot_be_read_is_refused_before_a_trial_starts(
+    runs: Callable[[Values], None],
+) -> None:
+    with pytest.raises(raydist.ConfigError, match="nosuch"):
+        raydist.sweep("digits", *WORDS, "optim.lr=0.1,0.3", "storage=nosuch://bucket/runs")
+
+
+def test_only_a_trial_that_ran_before_continues_from_a_state(
+    runs: Callable[[Values], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed = []
+
+    def values(job: Job) -> dict[str, float]:
+        resumed.append(job.resume)
+        if len(resumed) == 1:
+            raise raydist.RunFailed("not yet")
+        return {"loss": 1.0}
+
+    runs(values)
+    monkeypatch.setattr(run_storage, "own_newest", lambda _: "a/state")
+    words = ("optim.lr=0.1,0.3", "sweep.on_failure=retry")
+    assert [each.state for each in raydist.sweep("digits", *WORDS, *words).trials] == [
+        "finished"
+    ] * 2
+    assert sorted(resumed) == ["a/state", "none", "none"]
