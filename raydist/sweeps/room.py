@@ -15,6 +15,7 @@ from raydist.cluster import connect, drain, nodes, placement
 from raydist.cluster.nodes import Node, fit_count
 from raydist.launch.gangs import Gangs
 from raydist.settings.config import Job
+from raydist.shared.errors import ConfigError
 
 PATIENCE_S = 1e9
 """scale.wait_s of a trial that waits for the autoscaler's nodes, or for those of another trial."""
@@ -30,12 +31,16 @@ def find_room(job: Job, gangs: Gangs, alone: bool) -> Job | None:
 
     `gangs`: those of trials that have ended. `alone`: no trial is under way.
     """
-    usable = drain.usable_nodes(job, connect.alive_nodes())
-    request = placement.resources_for(job, usable, None)
+    usable, types = drain.usable_nodes(job, connect.alive_nodes()), connect.node_types()
+    try:
+        request = placement.resources_for(job, usable, types)
+        chosen, _ = nodes.select_nodes(usable, types or (), job.scale.labels)
+    except ConfigError:  # nodes that the job needs are lost; alone, it fails with the reason
+        gangs.clear()
+        return job if alone else None
     if gangs.has(request):
         return job
     held = placed_resources()
-    chosen, _ = nodes.select_nodes(usable, (), job.scale.labels)
     free = [
         (fit_count(unplaced_resources(node, held), request.bundles[0]), 1)
         for node in drain.not_draining(chosen)
@@ -45,8 +50,7 @@ def find_room(job: Job, gangs: Gangs, alone: bool) -> Job | None:
     gangs.clear()  # they have another size
     if alone:
         return job
-    may_grow = connect.node_types() != []
-    return replace(job, scale=replace(job.scale, wait_s=PATIENCE_S)) if may_grow else None
+    return replace(job, scale=replace(job.scale, wait_s=PATIENCE_S)) if types != [] else None
 
 
 def placed_resources() -> Mapping[str, Counter[str]]:
