@@ -125,6 +125,10 @@ def run_sweep(
         }
         before_s = wall_before(path)
         rules.check_below_limits([*trials.values()], settings, before_s)
+        if resumed:
+            refuse_other_objectives(
+                read_summary(str(resumed)), objectives, settings, sampler_name, [*trials.values()]
+            )
         until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
         if not resumed:
             refuse_stored_sweep(jobs[0], path)
@@ -241,6 +245,29 @@ def checked(job: Job) -> Job:
         cause = "each trial is a new run; sweep.resume=FOLDER continues a sweep"
         raise ConfigError.of("resume", "auto", cause, "resume=none")
     return job
+
+
+def refuse_other_objectives(
+    summary: Mapping[str, Any],
+    objectives: Sequence[Objective],
+    settings: Sweep,
+    sampler: str,
+    trials: Sequence[Trial],
+) -> None:
+    """Raise ConfigError if a sweep continues with other objectives than it has used so far.
+
+    Optuna's journal has the earlier ones, and so have the curves by which a rule compares trials.
+    """
+    names = {"minimize": "min", "maximize": "max"}
+    before = ",".join(
+        f"{names[each['direction']]}:{each['name']}" for each in summary["objectives"]
+    )
+    now = ",".join(f"{names[each.direction]}:{each.name}" for each in objectives)
+    compared = settings.prune != "none" and any(trial.curve for trial in trials)
+    if before != now and (compared or sampler in samplers.OPTUNA):
+        user = f"sweep.prune={settings.prune}" if compared else f"sweep.sampler={sampler}"
+        cause = f"{user} has used {before}; leave this out, or begin a new sweep"
+        raise ConfigError.of("sweep.objective", now, cause, f"sweep.objective={before}")
 
 
 def reopened(trial: Trial, settings: Sweep, objectives: Sequence[Objective]) -> Trial:

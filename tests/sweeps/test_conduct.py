@@ -90,3 +90,29 @@ def test_only_a_trial_that_ran_before_continues_from_a_state(
         "finished"
     ] * 2
     assert sorted(resumed) == ["a/state", "none", "none"]
+
+
+def test_a_sweep_is_continued_with_other_objectives_only_if_nothing_has_used_them(
+    runs: Callable[[Values], None],
+) -> None:
+    runs(lambda job: {"loss": job.optim.lr, "hits": job.optim.lr})
+
+    def sweep(*words: str) -> raydist.SweepResult:
+        done = raydist.sweep(
+            "digits", *WORDS, "optim.lr=0.1,0.3", "sweep.objective=min:loss", *words
+        )
+        assert [trial.number for trial in done.best] == [0]
+        return done
+
+    def resume(done: raydist.SweepResult) -> raydist.SweepResult:
+        return raydist.sweep("digits", f"sweep.resume={done.dir}", "sweep.objective=max:hits")
+
+    assert [trial.number for trial in resume(sweep()).best] == [1]
+    for words in (
+        ["sweep.prune=median", "sweep.min_steps=1"],
+        ["sweep.sampler=tpe", "sweep.trials=2"],
+    ):
+        done = sweep(*words)
+        with pytest.raises(raydist.ConfigError, match=f"{words[0]} has used min:loss"):
+            resume(done)
+        assert raydist.sweep("digits", f"sweep.resume={done.dir}").best == done.best
