@@ -25,6 +25,8 @@ NOT_A_NAME = re.compile(r"[+-]?[\d.]+|null|true|false", re.IGNORECASE)
 """Text that Hydra reads as a number, a bool or null, where a choice must be a name."""
 ELEMENT = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,]*)\s*(?=,|$)")
 """One element of a list in Hydra's grammar."""
+TOKEN = re.compile(r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")(?=\s*(?:[],]|$))|.", re.DOTALL)
+"""A quoted element, or any other character of a list in Hydra's grammar."""
 
 
 class Override(NamedTuple):
@@ -166,10 +168,30 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
     if key == "fabric.hca" and not multirun and not value.startswith(("[", "$")):
         value = value.replace(",", " ")  # as NCCL_IB_HCA has them
     if key in LISTS:
-        return f"{key}={as_list(key, value)}"
+        return f"{key}={','.join(as_list(key, each) for each in lists_of(key, value, multirun))}"
     if key in ("watch.output", "sweep.objective", "notify.webhook", "notify.command"):
         return f"{key}={quote(_unquote(value))}"  # its commas do not separate values of a sweep
     return f"{sign}{key}={_quote_home(value)}"
+
+
+def lists_of(key: str, value: str, multirun: bool) -> list[str]:
+    """Return the values of a setting that is a list; a sweep may have several of them.
+
+    They are typed as `[--lr,0.1],[--lr,0.2]`, or by `choice(…)`. Any other comma is a part of the
+    text, as in `--betas 0.9,0.99`; but no HCA's name has one.
+    """
+    choice = re.fullmatch(r"choice\((.*)\)", value, re.DOTALL) if multirun else None
+    parts, depth = [""], 0
+    for token in TOKEN.findall(choice[1] if choice else value):
+        depth += (token == "[") - (token == "]")
+        if token == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += token
+    parts = [_unquote(each.strip()) for each in parts]
+    lists = all(each.startswith("[") and each.endswith("]") for each in parts)
+    names = multirun and key == "fabric.hca" and "${" not in value
+    return parts if choice or lists or names else [value]
 
 
 def as_list(key: str, value: str) -> str:

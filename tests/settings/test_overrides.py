@@ -131,3 +131,20 @@ def test_settings_have_full_names() -> None:
 
 def test_the_same_plain_word_may_come_twice() -> None:
     assert translated("optim.lr=1", "optim.lr=2") == ["optim.lr=1", "optim.lr=2"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("args=[--lr,0.1],[--lr,'0, 2']", ["['--lr','0.1']", "['--lr','0, 2']"]),
+        ("args=choice(['a],[b'],[c])", ["['a],[b']", "['c']"]),
+        ("args=choice('--lr 0.1','--lr 0,2')", ["['--lr','0.1']", "['--lr','0,2']"]),
+        ("args=--betas 0.9,0.99", ["['--betas','0.9,0.99']"]),
+        ("args=[--shape=[1],[2]]", ["['--shape=[1]','[2]']"]),
+        ("fabric.hca=a,b", ["['a']", "['b']"]),
+        ("fabric.hca=[a,b],[c]", ["['a','b']", "['c']"]),
+    ],
+)
+def test_a_sweep_has_several_lists(typed: str, values: list[str]) -> None:
+    key = typed.partition("=")[0]
+    assert translated(typed, multirun=True) == [f"{key}={','.join(values)}"]

@@ -37,6 +37,16 @@ def test_a_grid_has_every_combination_the_last_setting_first() -> None:
     assert (job.optim.lr, job.train.epochs, job.scale.per_node) == (0.01, 2, 1)
 
 
+def test_each_list_of_arguments_makes_a_trial(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    lists = "args=[--lr,0.1],[--lr,0.2]"
+    result = space(f"script={tmp_path}/train.py", lists, "fabric.hca=a,b", "scale=1x1")
+    jobs = [result.job(settings) for settings in result.grid()]
+    assert [(job.args, job.fabric.hca) for job in jobs] == [
+        (["--lr", rate], [port]) for rate in ("0.1", "0.2") for port in "ab"
+    ]
+
+
 def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval() -> None:
     result = space(LOG, "data.batch_size=int(interval(8,11))", "model=mlp,small_cnn")
     drawn = [result.draw(3, number) for number in range(400)]
