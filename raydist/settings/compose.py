@@ -494,10 +494,11 @@ class SweepConfig:
             params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
             with config_errors([*params, *task]):
                 parsed = OverridesParser.create(loader).parse_overrides([*params, *task])
-        self.overrides: dict[str, Override] = {
-            each.get_key_element().lstrip("+"): each for each in parsed
-        }
-        """Hydra's overrides by key without a sign; the last one of each key."""
+        self.overrides: dict[str, Override] = {_unique(each, parsed): each for each in parsed}
+        """Hydra's overrides by key without a sign; the last one of each key.
+
+        Of several for one dictionary, which all apply, the others are there by all their text.
+        """
         self.override_texts = loader.override_texts
         """All overrides as typed, but with references in place of secrets."""
         self.config_dir = config_dir
@@ -523,6 +524,17 @@ class SweepConfig:
             folder = make_folder(self._config, "hydra.sweep.dir")
             OmegaConf.save(self._config, Path(folder, "multirun.yaml"))
         return folder
+
+
+def _unique(override: Override, every: Sequence[Override]) -> str:
+    """Return the key of an override without a sign, or its text if a later one adds to it.
+
+    `scale.labels={ray.io/zone:a}` has one label, and others of the same key have more.
+    """
+    key = override.get_key_element().lstrip("+")
+    same = [each for each in every if each.get_key_element().lstrip("+") == key]
+    adds = key in OPEN and not override.is_sweep_override() and override is not same[-1]
+    return str(override.input_line) if adds else key
 
 
 def _saved(job: Job) -> Job:

@@ -47,6 +47,16 @@ def test_each_list_of_arguments_makes_a_trial(tmp_path: Path) -> None:
     ]
 
 
+def test_all_labels_of_a_sweep_apply_whatever_characters_they_have() -> None:
+    labels = ("ray.io/market-type=spot", "ray.io/zone=a", "disk=ssd", "ray.io/zone=b")
+    result = space("seed=1,2", "scale=1x1", *(f"scale.labels.{each}" for each in labels))
+    assert result.job({"seed": "1"}).scale.labels == {
+        "ray.io/market-type": "spot",
+        "ray.io/zone": "b",
+        "disk": "ssd",
+    }
+
+
 def test_random_settings_depend_on_seed_and_number_only_and_stay_in_the_interval() -> None:
     result = space(LOG, "data.batch_size=int(interval(8,11))", "model=mlp,small_cnn")
     drawn = [result.draw(3, number) for number in range(400)]
