@@ -177,28 +177,52 @@ def cut(collate: Collate, cuts: Sequence[tuple[int, int]], samples: list[Any]) -
     return [collate(samples[first:last]) for first, last in cuts]
 
 
+def check_shuffles(train: Any, all_of: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+    """Raise ConfigError if ranks shuffle the shards that they divide differently. A collective.
+
+    Without a seed each rank draws one: some shards would be read twice, and others never.
+    `all_of`: gathers a number of each rank.
+    """
+    generators = (getattr(buffer, "generator", None) for buffer in shuffles_of(train) or ())
+    states = [each.bit_generator.state for each in generators if each is not None]
+    if len({int(each) for each in all_of(torch.tensor([checksum(states)]))}) > 1:
+        raise ConfigError(
+            f"train={type(train).__name__} is shuffled differently on each rank, so that ranks "
+            "would read some shards twice and others never: give .shuffle a seed, as in "
+            ".shuffle(seed=0)"
+        )
+
+
 def keeps_its_place(train: Any) -> bool:
     """Report whether a source has a state that reproduces the same samples.
 
     The state of Hugging Face's shuffle buffer lacks the samples in the buffer: a stream that
     resumes from it loses them (datasets, IterableDataset.state_dict).
     """
-    if isinstance(train, IterableDataset) and of_datasets(train):
-        streams = import_module("datasets.iterable_dataset")
-        buffer = getattr(streams, "BufferShuffledExamplesIterable", None)
-        # Of a `datasets` without this class nobody knows which streams have a buffer.
-        if buffer is None or has_part(train, buffer):
-            return False
+    if isinstance(train, IterableDataset) and of_datasets(train) and shuffles_of(train) != []:
+        return False
     return hasattr(train, "state_dict") and hasattr(train, "load_state_dict")
 
 
-def has_part(stream: Any, kind: type) -> bool:
-    """Report whether a stream of Hugging Face is, or reads from, an object of this class."""
+def shuffles_of(train: Any) -> list[Any] | None:
+    """Return the shuffle buffers of a stream of Hugging Face.
+
+    None for a `datasets` without their class: nobody knows which streams have one.
+    """
+    streams = import_module("datasets.iterable_dataset")
+    buffer = getattr(streams, "BufferShuffledExamplesIterable", None)
+    return None if buffer is None else [*parts_of(train, buffer)]
+
+
+def parts_of(stream: Any, kind: type) -> Iterator[Any]:
+    """Yield the objects of this class that a stream of Hugging Face is or reads from."""
     if isinstance(stream, list | tuple):
-        return any(has_part(each, kind) for each in stream)
-    if type(stream).__module__ != kind.__module__:
-        return False
-    return isinstance(stream, kind) or has_part([*vars(stream).values()], kind)
+        for each in stream:
+            yield from parts_of(each, kind)
+    elif type(stream).__module__ == kind.__module__:
+        if isinstance(stream, kind):
+            yield stream
+        yield from parts_of([*vars(stream).values()], kind)
 
 
 def of_datasets(train: Any) -> bool:

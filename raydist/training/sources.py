@@ -34,6 +34,7 @@ from raydist.training.deal import (
     Collate,
     Deal,
     Step,
+    check_shuffles,
     inner_sampler,
     make_deal,
     source_kind,
@@ -309,6 +310,8 @@ def stream(
     deal = make_deal(kind, train, job, order, comm, collate)
     deal.hashed = job.train.check_resume
     found = Stream(deal, comm, name, order, note_wait)
+    if kind == "split":
+        check_shuffles(train, found.all_of)
     found.size = length(train, kind, found, deal.count) * total
     if not found.size and job.train.steps is None:
         cause = (

@@ -438,6 +438,48 @@ def test_a_shuffle_buffer_is_found_in_every_part_of_a_stream(
     assert not deal.keeps_its_place(plain)
 
 
+@pytest.mark.skipif("datasets" not in SOURCES, reason="datasets is not installed")
+def test_ranks_that_shuffle_their_shards_differently_are_refused(tmp_path: Path) -> None:
+    from datasets import concatenate_datasets
+
+    def learn(job: Job) -> list[int]:
+        unseeded = streaming(4).shuffle(buffer_size=20)
+        for source in (unseeded, concatenate_datasets([streaming(2), unseeded]).map(dict)):
+            with pytest.raises(raydist.ConfigError, match=r"give \.shuffle a seed"):
+                fit(job, source)
+        seen = fit(job, streaming(4, 20))[1]
+        return [number for step in seen for number in step]
+
+    job = replace(JOB, train=Train(steps=8))
+    one, other = succeeded(run_ranks(2, job, learn, tmp_path))
+    assert sorted(one.value + other.value) == [*range(SIZE)]
+
+
+@pytest.mark.skipif("datasets" not in SOURCES, reason="datasets is not installed")
+def test_of_shuffles_that_have_no_generator_nothing_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from datasets import iterable_dataset
+
+    marks: list[int] = []
+
+    def all_of(own: torch.Tensor) -> list[torch.Tensor]:
+        marks.append(int(own))
+        return [own]
+
+    one, other = streaming(4, 20), streaming(4).shuffle(buffer_size=20)
+    for each in (one, other):
+        deal.check_shuffles(each, all_of)
+    for each in (one, other):  # a version that calls it otherwise
+        for buffer in deal.shuffles_of(each) or ():
+            del buffer.generator
+        deal.check_shuffles(each, all_of)
+    monkeypatch.delattr(iterable_dataset, "BufferShuffledExamplesIterable")
+    deal.check_shuffles(one, all_of)
+    assert marks[0] != marks[1]
+    assert marks[2] == marks[3] == marks[4]
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_stream_goes_on_with_another_number_of_ranks(world: int, tmp_path: Path) -> None:
     def learn(job: Job) -> list[list[int]]:
