@@ -211,18 +211,18 @@ def shuffles_of(train: Any) -> list[Any] | None:
     """
     streams = import_module("datasets.iterable_dataset")
     buffer = getattr(streams, "BufferShuffledExamplesIterable", None)
-    return None if buffer is None else [*parts_of(train, buffer)]
+    return None if buffer is None else [*inner_streams(train, buffer)]
 
 
-def parts_of(stream: Any, kind: type) -> Iterator[Any]:
+def inner_streams(stream: Any, kind: type) -> Iterator[Any]:
     """Yield the objects of this class that a stream of Hugging Face is or reads from."""
     if isinstance(stream, list | tuple):
         for each in stream:
-            yield from parts_of(each, kind)
+            yield from inner_streams(each, kind)
     elif type(stream).__module__ == kind.__module__:
         if isinstance(stream, kind):
             yield stream
-        yield from parts_of([*vars(stream).values()], kind)
+        yield from inner_streams([*vars(stream).values()], kind)
 
 
 def of_datasets(train: Any) -> bool:
