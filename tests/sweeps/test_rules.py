@@ -86,7 +86,7 @@ class Unrun(Conductor):
     """The Conductor, whose trials do nothing: the test says when one has come to a milestone or has
     ended."""
 
-    def _run(self, trial: Trial, job: Job) -> None:
+    def _run(self, trial: Trial, job: Job, again: bool) -> None:
         self._live[trial.number].watched_trial.add(event("plan"))
 
 
