@@ -241,7 +241,11 @@ def test_beyond_the_limit_the_run_is_ended_whatever_was_found(
 
 def test_a_rank_that_waits_for_one_which_has_ended_is_told_so(watched: Watched) -> None:
     watched.settings = Hang(limit_s=90)
-    waiting = replace(state("S"), stack=stack(*WAITS, *JOB), collectives=(entry(10),))
+    waiting = replace(
+        state("S"),
+        stack=stack(*WAITS, *JOB),
+        collectives=[entry(10)],  # type: ignore[list-item]
+    )
     watched.found = {1: waiting}
     watched.__post_init__()
     watched.monitor.note_end(0)
