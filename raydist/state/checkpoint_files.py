@@ -429,7 +429,7 @@ def half_uploaded(folder: Remote) -> list[Remote]:
 def best(folder: StoragePath, rule: str | None) -> StoragePath | None:
     """Return the checkpoint with the best value by `max:METRIC` or `min:METRIC`.
 
-    Of equal ones it is the newest.
+    Of equal ones it is the newest. OSError: one can't be read now, and may be the best.
     """
     if rule is None:
         return None
@@ -446,7 +446,7 @@ def best(folder: StoragePath, rule: str | None) -> StoragePath | None:
 def _metric(path: StoragePath, name: str) -> float | None:
     try:
         value = Meta.read(path).metrics.get(name)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, int | float) and value == value else None
 

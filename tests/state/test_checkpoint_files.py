@@ -201,6 +201,28 @@ def test_a_checkpoint_is_written_where_old_ones_cannot_be_removed(
     assert f"old checkpoints in {path.parent} could not be removed: NotADir" in events[1]["text"]
 
 
+def test_the_best_one_stays_if_it_cannot_be_read_now(
+    events: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that answered a moment later."""
+    put(1, {"accuracy": 0.9}, keep=1, best="max:accuracy")
+    put(2, {"accuracy": 0.5}, keep=1, best="max:accuracy")
+    read = write.Meta.read
+
+    def fail_once(path: Path) -> write.Meta:
+        if path.name == "step-00000001":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(write.Meta, "read", fail_once)
+        put(3, {"accuracy": 0.4}, keep=1, best="max:accuracy")
+    assert "could not be removed: OSError" in events[-2]["text"]
+    put(4, {"accuracy": 0.3}, keep=1, best="max:accuracy")
+    folder = tmp_path / "run" / "checkpoints"
+    assert names(folder) == ["step-00000001", "step-00000004"]
+
+
 def test_keep_and_best(events: Seen, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6), (5, float("nan"))):
