@@ -139,6 +139,11 @@ class ReadRandomStates(Request["RandomStates | None"], ShardsRequest):
 
 
 @dataclass(frozen=True)
+class WriterDone(ShardsReply):
+    """The last message of a writer process for a checkpoint: it was not killed before."""
+
+
+@dataclass(frozen=True)
 class WriterFailed(ShardsReply):
     """The reply of a writer process that could not carry out a request."""
 

@@ -343,8 +343,9 @@ class RankAgent:
         await self._writer.wait()
         message = WriteCheckpoint(step=request.step, random=request.random)
         await asyncio.wait({self._writer.start(message)})
-        # The writer sends nothing without a state, nor if the disk has it already.
         held = await self._server.ask(ListSteps(1), KeptSteps)
+        if held.steps and self._writer.silent:
+            raise OSError("the process that writes the state was killed, or could not be started")
         events = [*process.reports.take_events(), *self._writer.take_events()]
         return Flushed(events, bool(held.steps))
 

@@ -20,6 +20,7 @@ from raydist.messages.writer import (
     ListShards,
     ReadRandomStates,
     ShardsRequest,
+    WriterDone,
     WriterFailed,
     WriteShards,
 )
@@ -216,6 +217,7 @@ def run_writer(
                 json.dumps(each.to_json()).encode()
                 for each in write_checkpoint(memories.descriptors, request)
             ]
+            lines.append(encode(WriterDone()))
         else:
             answer = writer_requests.answer_request(
                 memories.descriptors, memories.checkpoints, request
@@ -225,7 +227,7 @@ def run_writer(
         why = f"{type(error).__name__}: {error}"
         if isinstance(request, WriteCheckpoint):
             warning = kinds.Warning(text=f"a checkpoint could not be written: {why}")
-            lines = [json.dumps(warning.to_json()).encode()]
+            lines = [json.dumps(warning.to_json()).encode(), encode(WriterDone())]
         else:
             lines = [encode(WriterFailed(why))]
     if reply >= 0:

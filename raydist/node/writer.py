@@ -42,6 +42,11 @@ class Writer:
         return self.reader is not None and not self.reader.done()
 
     @property
+    def silent(self) -> bool:
+        """Whether the last process was killed, or was not forked."""
+        return self._reply is None
+
+    @property
     def saves(self) -> bool:
         """Whether a process writes a whole state, which the fork server then unlocks.
 
@@ -59,6 +64,7 @@ class Writer:
         """
         self._request = message
         self._needed = needed
+        self._reply = None
         agent_end, writer_end = socket.socketpair()
         self._server.send(message, [writer_end.fileno()])
         writer_end.close()
@@ -71,14 +77,8 @@ class Writer:
         One that a rank has asked for a checkpoint says what became of it, unless it was killed, or
         the kernel refused the fork: the fork server then has unlocked the state all the same.
         """
-        told: list[EventJson] = []
-
-        def add_event(event: EventJson) -> None:
-            told.append(event)
-            self._events.append(event)
-
-        await read_messages(sock, add_event, self._note)
-        if isinstance(request, WriteCheckpoint) and not request.last and not told:
+        await read_messages(sock, self._events.append, self._note)
+        if isinstance(request, WriteCheckpoint) and not request.last and self.silent:
             text = (
                 "a checkpoint was not written: its process was killed, or could not be started "
                 "(see the memory and the limit of processes of rank 0's node)"
@@ -107,7 +107,6 @@ class Writer:
         Raises OSError if the process failed.
         """
         await self.wait()
-        self._reply = None
         # The driver waits for the shards of all nodes, where the next attempt needs them.
         await asyncio.wait({self.start(request, needed=False)})
         if isinstance(self._reply, WriterFailed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -46,6 +47,7 @@ from raydist.messages.server import (
     ImportModules,
     OpenStore,
     RankSpec,
+    ServerMessage,
     SignalProcess,
     Warm,
     WriteCheckpoint,
@@ -682,8 +684,11 @@ def test_a_rank_starts_while_a_writer_waits_for_the_disk(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_an_agent_says_whether_its_node_had_a_state(node: Node, tmp_path: Path, kept: bool) -> None:
-    """The driver took the empty reply of a node that had just joined for a state on the disk."""
+def test_an_agent_says_whether_its_node_had_a_state(
+    node: Node, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver took the empty reply of a node that had just joined for a state on the disk, and
+    so it did if the writer was killed."""
 
     def keep() -> None:
         import torch
@@ -708,7 +713,22 @@ def test_an_agent_says_whether_its_node_had_a_state(node: Node, tmp_path: Path, 
         saved = [event for event in flushed.events if event["kind"] == "saved"]
         assert len(saved) == (kept and not on_disk)
         assert (tmp_path / "checkpoints" / "step-00000005").exists() == kept
+    with monkeypatch.context() as killed:
+        killed.setattr(ForkClient, "send", lose_a_writer)
+        with pytest.raises(OSError, match="was killed") if kept else contextlib.nullcontext():
+            node.run(agent.handle(Flush()))
     node.run(agent.handle(Close()))
+
+
+send = ForkClient.send
+
+
+def lose_a_writer(
+    server: ForkClient, message: ServerMessage, descriptors: Sequence[int] = (), number: int = 0
+) -> None:
+    """Send a message; a writer is killed before it sends anything."""
+    if not isinstance(message, WriteCheckpoint):
+        send(server, message, descriptors, number)
 
 
 def test_what_still_waits_for_an_attempt_gets_nothing_of_the_next_one(
