@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,9 +29,6 @@ PENDING = 8
 AVOID_S = 30.0
 """Seconds that a placement group waits for a node without incidents; afterwards a node with
 incidents is used."""
-
-ALONE_S = 30.0
-"""Seconds in which a node that has joined may be followed by others: see `_request_nodes`."""
 
 
 class WarmNode(NamedTuple):
@@ -90,20 +86,14 @@ class StandbyNodes:
         self._warm: dict[int, WarmNode] = {}
         """By bundle: the standby node on it."""
         self._request: Open | None = None
+        self._first_group = actors.groups[0][0]
         self._lost_bundles: set[tuple[int, str]] = set()
         """Bundles whose actor is gone, each with its node."""
         self._avoiding_since: dict[int, float] = {}
         """By bundle that waits for a node without incidents: since when."""
-        self._alone_since = math.inf
-        """Since when there are free nodes, but too few for the bundles that were lost."""
         self._avoid_none = False
         """Whether such a bundle got no node in time."""
         self._reported: set[tuple[str, bool]] = set()
-
-    @property
-    def _first_group(self) -> Any:
-        """The placement group with which the run began; others have a bundle each."""
-        return self._actors.groups[0][0]
 
     def set_request(self, request: Open) -> None:
         """Set the request that opens every agent."""
@@ -373,25 +363,10 @@ class StandbyNodes:
 
     def _request_nodes(self, placed: Mapping[int, Node]) -> None:
         """Request nodes from Ray, and thereby from its autoscaler, up to scale.max_nodes."""
-        if not self.elastic:
-            return
         groups = self._actors.groups
-        waiting = len(groups) - len(placed)
-        more = min(self._max - len(groups), PENDING - waiting)
-        # Ray gives the bundles that the first group has lost new nodes all at once or not at all.
-        # Fewer nodes than that get groups of their own, unless further ones follow soon: an
-        # autoscaler starts as many as were lost.
-        lost = sum(
-            group is self._first_group and bundle not in placed
-            for bundle, (group, _) in groups.items()
-        )
-        free = len(self._free_nodes(placed)) if lost > 1 else 0
-        if not 0 < free < lost:
-            self._alone_since = math.inf
-        elif self._alone_since == math.inf:
-            self._alone_since = time.monotonic()
-        elif time.monotonic() - self._alone_since > ALONE_S:
-            more = max(more, min(free, self._max - len(placed)) - (waiting - lost))
+        more = min(self._max - len(groups), PENDING - (len(groups) - len(placed)))
+        if not self.elastic or more <= 0:
+            return
         elsewhere = sorted({node.id for node in placed.values()})
         for _ in range(more):
             self._request_node(elsewhere)

@@ -43,7 +43,13 @@ from raydist.messages.server import (
     WriteCheckpoint,
 )
 from raydist.messages.wire import PACKET, decode, encode, numbered, split_number
-from raydist.messages.writer import CommitShards, DropShards, ListShards, ReadRandomStates
+from raydist.messages.writer import (
+    CommitShards,
+    DropShards,
+    ListShards,
+    ReadRandomStates,
+    WriterDone,
+)
 from raydist.node import fork_launcher, kept_server
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer
@@ -776,7 +782,7 @@ def test_ranks_are_ended_while_the_file_server_hangs(
     line.send(SignalProcess(pid, signal.SIGKILL))
     assert line.receive(Ended).signal == signal.SIGKILL
     wait_until(lambda: answered(tmp_path / "hangs"))  # the writer waits for it
-    assert mine.recv(PACKET) == b""  # it is saved already
+    assert decode(mine.recv(PACKET)) == WriterDone()  # it is saved already
     node.close()
 
 

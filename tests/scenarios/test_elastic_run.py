@@ -290,10 +290,10 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
         run.wait_for_step(
             run.events("restarted")[-1]["step"] + 2
         )  # its copies are on the next node then
-    site.add()  # both that are gone belong to the run's first placement group
-    resized(run, 4, 3, 2, 3)
     site.add()
-    resized(run, 4, 3, 2, 3, 4)
+    site.add()
+    run.wait_until(lambda: sizes(run)[-1] == 4, "size 4")  # at once, or after 3
+    run.wait_until(lambda: len(run.events("restarted")) == len(sizes(run)) - 1, "step after that")
     assert run.events("saved") == []  # nothing has gone through the disk
     (run.folder / "go").touch()
     assert run.wait(400) == 0, run.screen

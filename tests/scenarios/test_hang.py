@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,9 +258,9 @@ def test_a_program_that_says_nothing_is_looked_at_and_lives(
     looked: list[RankState] = []
     judge = hang_verdict.diagnose
 
-    def note(looks: Sequence[RankState]) -> hang_verdict.Diagnosis:
+    def note(looks: Sequence[RankState], ended: Collection[int]) -> hang_verdict.Diagnosis:
         looked.extend(looks)
-        return judge(looks)
+        return judge(looks, ended)
 
     monkeypatch.setattr(hang_verdict, "diagnose", note)
     command = [f"script={program}", f"args={args}", "scale=1x1", "watch.progress=none"]
