@@ -258,11 +258,9 @@ def refuse_other_objectives(
 
     Optuna's journal has the earlier ones, and so have the curves by which a rule compares trials.
     """
-    names = {"minimize": "min", "maximize": "max"}
-    before = ",".join(
-        f"{names[each['direction']]}:{each['name']}" for each in summary["objectives"]
-    )
-    now = ",".join(f"{names[each.direction]}:{each.name}" for each in objectives)
+    signs = {"minimize": 1, "maximize": -1}
+    used = [Objective(each["name"], signs[each["direction"]]) for each in summary["objectives"]]
+    before, now = (",".join(each.text for each in some) for some in (used, objectives))
     compared = settings.prune != "none" and any(trial.curve for trial in trials)
     if before != now and (compared or sampler in samplers.OPTUNA):
         user = f"sweep.prune={settings.prune}" if compared else f"sweep.sampler={sampler}"

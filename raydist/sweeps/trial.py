@@ -34,6 +34,11 @@ class Objective:
         """minimize or maximize, in Optuna's words."""
         return "minimize" if self.sign > 0 else "maximize"
 
+    @property
+    def text(self) -> str:
+        """The objective as it is typed in `sweep.objective`."""
+        return f"{'min' if self.sign > 0 else 'max'}:{self.name}"
+
     def cost(self, value: float | None) -> float:
         """Return the value as a cost: small is good, and a missing number is the worst."""
         return math.inf if value is None or math.isnan(value) else self.sign * value
@@ -154,12 +159,12 @@ def unreported_objective(
     for each in objectives:
         if each.name not in {*trial.values, *reported}:
             known = sorted(trial.metrics.keys() - {*PROGRESS_NAMES})
-            mode, close = "min" if each.sign > 0 else "max", nearest(each.name, known)
-            guess = f"sweep.objective={mode}:{close}" if close else None
-            cause = f"the job reports no number {each.name}"
-            return ConfigError.of(
-                "sweep.objective", f"{mode}:{each.name}", cause, guess=guess, known=known
+            close = nearest(each.name, known)
+            guess = (
+                f"sweep.objective={dataclasses.replace(each, name=close).text}" if close else None
             )
+            cause = f"the job reports no number {each.name}"
+            return ConfigError.of("sweep.objective", each.text, cause, guess=guess, known=known)
     return None
 
 
