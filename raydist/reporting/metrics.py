@@ -221,7 +221,6 @@ class Metrics(AbstractContextManager["Metrics"]):
             "steps_per_second": steps_per_s,
             "samples_per_second": samples_per_s,
             "goodput_ratio": self._figures.known_goodput,
-            "hang_seconds": 0,
         }
         for name, value in found.items():
             if value is not None:
@@ -260,7 +259,6 @@ class Metrics(AbstractContextManager["Metrics"]):
             with self._lock:
                 for series in PROGRESS:
                     self._gauges.pop(series, None)
-        self._set("hang_seconds", 0)
         self._stand_still()
         for rank, host in self._slow.items():
             self._set("slow_ratio", 0, rank=str(rank), host=host)

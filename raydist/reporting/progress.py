@@ -80,6 +80,7 @@ class Progress:
 
     def _report(self, event: kinds.Report) -> str:
         step, values = event.step, event.values
+        self.hangs = self.hangs and step is None
         metrics = {name: value for name, value in values.items() if name not in PROGRESS_NAMES}
         self._update_totals(values)
         if step is not None and step == self.step and not self._repeats:
@@ -87,7 +88,7 @@ class Progress:
         self.values.update(metrics)
         if step is None:
             return "step"
-        self._repeats = self.hangs = False
+        self._repeats = False
         if self.step is not None and step < self.step:
             self._marks.clear()
         self.step = step
