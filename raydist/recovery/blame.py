@@ -55,15 +55,14 @@ DISAGREE = re.compile(
 """Messages of gloo (when it aborts) and of Horovod (an error on all ranks) if ranks call different
 collectives."""
 
+BAD_HEAP = re.compile(r"double free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ")
+"""The beginning of glibc's messages before it aborts: this rank's own native code is to blame."""
 LAST_WORDS = re.compile(
-    r"^ *what\(\): +(.+)|^(F\d{4} .+)|^((?:double "
-    r"free|(?:free|malloc|realloc|munmap_chunk)\(\)|corrupted ).*)"
+    rf"^ *what\(\): +(.+)|^(F\d{{4}} .+)|^((?:{BAD_HEAP.pattern}).*)"
     r"|^\[rank\d+\]:.*\] (Aborting process .+)",
     re.MULTILINE,
 )
 """The messages of C++, glog's checks, glibc and torch's watchdog of NCCL before they abort."""
-BAD_HEAP = re.compile(r"double free|(free|malloc|realloc|munmap_chunk)\(\)|corrupted ")
-"""The beginning of glibc's messages before it aborts: this rank's own native code is to blame."""
 CUDA_ERROR = re.compile(r"CUDA error: (.+)")
 """What torch's watchdog of NCCL prints. The message of its abort does not repeat it, nor does the
 exception in Python (torch 2.15)."""
