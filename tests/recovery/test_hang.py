@@ -61,6 +61,10 @@ class Watched:
     def silent(self, seconds: float = 100.0) -> None:
         """Both agents answer, rank 1's heartbeat being that old. Returns when all was examined."""
         self.monitor.note(0, (5, "forward", 1000.0), 0.0)
+        self.alone(seconds)
+
+    def alone(self, seconds: float = 100.0) -> None:
+        """The same, if only rank 1's agent answers."""
         self.monitor.note(1, (5, "forward", 1000.0), seconds)
         for thread in threading.enumerate():
             if thread.name == "raydist-hang":
@@ -249,10 +253,7 @@ def test_a_rank_that_waits_for_one_which_has_ended_is_told_so(watched: Watched) 
     watched.found = {1: waiting}
     watched.__post_init__()
     watched.monitor.note_end(0)
-    watched.monitor.note(1, (5, "forward", 1000.0), 100.0)
-    for thread in threading.enumerate():
-        if thread.name == "raydist-hang":
-            thread.join(PATIENCE_S)
+    watched.alone()
     (posted,) = watched.posted
     assert "but rank 0 has ended" in posted.diagnosis.text
 

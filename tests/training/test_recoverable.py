@@ -120,25 +120,19 @@ def test_outside_of_a_run_there_are_no_steps() -> None:
         Line(raydist.Job(), losses=[])
 
 
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        (job, r"does not fit .*'average'.*resume=none"),
+        (in_shards, r"resume=.*step-00000003: it was saved in shards.*resume=none"),
+    ],
+)
 def test_a_state_that_does_not_fit_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    before: Any, text: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    raydist.main(job)
+    raydist.main(before)
     monkeypatch.setattr(sys, "argv", ["job.py", "resume=auto"])
     with pytest.raises(SystemExit) as ended:
         raydist.main(more)
     assert ended.value.code == 2
-    assert re.search(r"does not fit .*'average'.*resume=none", capfd.readouterr().err)
-
-
-def test_a_state_in_shards_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    raydist.main(in_shards)
-    monkeypatch.setattr(sys, "argv", ["job.py", "resume=auto"])
-    with pytest.raises(SystemExit) as ended:
-        raydist.main(more)
-    assert ended.value.code == 2
-    assert re.search(
-        r"resume=.*step-00000003: it was saved in shards.*resume=none", capfd.readouterr().err
-    )
+    assert re.search(text, capfd.readouterr().err)
