@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches, plain_name, room
 from raydist.cluster.placement import Plan
@@ -47,10 +46,6 @@ NODE_DIED = re.compile(
 It terminates a drained node "expectedly"; an actor that the memory monitor killed is the job's
 fault.
 """
-HOLD_S = 2
-"""Longest wait for the CPUs of the avoided nodes."""
-PLACE_S = 5
-"""Longest wait for a placement without the avoided nodes; after that Ray may use any node."""
 KINDS = {"lost": "lost", "gpu": "had a broken GPU", "slow": "slow"}
 
 
@@ -239,41 +234,11 @@ def offenders(
     ]
 
 
-@contextlib.contextmanager
-def avoiding_offenders(
+def avoided_nodes(
     job: Job, request: ResourceRequest, nodes: Sequence[Node], cluster: str, events: Events
-) -> Iterator[bool]:
-    """Leave Ray no free CPU on nodes with incidents in this block, if the job has room elsewhere.
-
-    Yields whether it avoids any node. It reserves the nodes' free CPUs for the duration of the
-    block. A label selector in the job's own placement group (`ray.io/node-id: !in(...)`) would be
-    permanent: after the loss of a node the job would wait for another node even while an avoided
-    one is free.
-    """
-    by_id = {node.id: node for node in nodes}
+) -> set[str]:
+    """Return the ids of the nodes with incidents that the job can do without; report both kinds."""
     found = offenders(job, request, nodes, cluster)
     for each in found:
         events.add(kinds.Avoid(node=each.node, avoided=each.avoided, text=each.text))
-    avoided = [each.node for each in found if each.avoided]
-    free = {id: math.floor(by_id[id].free.get("CPU", 0) * 1e4) / 1e4 for id in avoided}
-    reserved = _reserve_cpus({id: cpus for id, cpus in free.items() if cpus})
-    try:
-        yield bool(avoided)
-    finally:
-        if reserved is not None:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(reserved)
-
-
-def _reserve_cpus(cpus: Mapping[str, float]) -> Any:
-    """Return a placement group with these CPUs (node id -> CPUs); None for no CPUs."""
-    if not cpus:
-        return None
-    from ray.util.placement_group import placement_group
-
-    selectors = [{"ray.io/node-id": id} for id in cpus]
-    bundles = [{"CPU": amount} for amount in cpus.values()]
-    group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
-    group.wait(HOLD_S)  # if another job has taken the CPUs by then, the node has no room anyway
-    return group
+    return {each.node for each in found if each.avoided}

@@ -210,6 +210,24 @@ def room(request: ResourceRequest, fits: Sequence[tuple[int, int]]) -> int:
     return sum(bundles * more for bundles, more in fits)
 
 
+def distribute(request: ResourceRequest, fits: Mapping[str, int]) -> list[str] | None:
+    """Return the id of the node of each bundle; None if there is no room for all.
+
+    `fits`: by id, how many bundles a node can hold. As Ray's strategies do, the emptiest nodes come
+    first, and PACK uses as few nodes as possible.
+    """
+    bundles = len(request.bundles)
+    if room(request, [(count, 1) for count in fits.values()]) < bundles:
+        return None
+    emptiest = sorted(fits, key=lambda id: -fits[id])
+    if "SPREAD" in request.strategy:
+        turns = range(max(fits.values()))
+        found = [id for turn in turns for id in emptiest if fits[id] > turn]
+    else:
+        found = [id for id in emptiest for _ in range(fits[id])]
+    return found[:bundles]
+
+
 _VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _SELECTOR = re.compile(rf"!?(?:in\({_VALUE}(?:, ?{_VALUE})*\)|{_VALUE})")
 

@@ -9,7 +9,15 @@ from functools import cached_property
 from typing import Any
 
 from raydist.cluster import nodes as cluster_nodes
-from raydist.cluster.nodes import Capacity, Node, NodeType, ResourceRequest, fit_count
+from raydist.cluster.nodes import (
+    Capacity,
+    Node,
+    NodeType,
+    ResourceRequest,
+    distribute,
+    fit_count,
+    matches,
+)
 from raydist.cluster.shortage import never_fits
 from raydist.settings.config import Job, Scale
 from raydist.settings.mesh import check_microbatches, divides, mesh_shape
@@ -58,6 +66,11 @@ class Plan:
     def nodes(self) -> tuple[Node, ...]:
         """The nodes in order of node_rank."""
         return tuple(slot.node for slot in self.leads)
+
+    @property
+    def bundle_nodes(self) -> list[Node]:
+        """The node of each bundle with ranks."""
+        return list({slot.bundle: slot.node for slot in self.slots}.values())
 
     def as_event(self) -> dict[str, Any]:
         """Return the fields of the event `plan`.
@@ -264,6 +277,16 @@ def default_ranks_per_node(nodes: int, need: Mapping[str, float], capacity: Capa
     return max(1, fits[nodes - 1]) if nodes <= len(fits) else max(1, *fits[:1])
 
 
+def choose_nodes(request: ResourceRequest, nodes: Sequence[Node]) -> list[str] | None:
+    """Return the id of the node of each bundle, where it fits now; None if there is no room."""
+    fits = {
+        node.id: fit_count(node.free, request.bundles[0])
+        for node in nodes
+        if matches(node.labels, request.selector)
+    }
+    return distribute(request, fits)
+
+
 def assign_ranks(request: ResourceRequest, bundle_nodes: Sequence[Node]) -> Plan:
     """Return the plan once Ray has placed bundle i on node bundle_nodes[i]."""
     bundles_of: dict[str, list[int]] = {}
@@ -340,8 +363,8 @@ def with_bundles(request: ResourceRequest, bundles: int) -> ResourceRequest:
     return replace(request, world_size=ranks, bundles=request.bundles[:1] * bundles)
 
 
-def replace_nodes(plan: Plan, bundle_nodes: Sequence[Node]) -> Plan:
-    """Return the same ranks in the same bundles, after Ray has moved some bundles to other nodes.
+def replace_nodes(plan: Plan, bundle_nodes: Mapping[int, Node]) -> Plan:
+    """Return the same ranks in the same bundles, some of which are on other nodes now.
 
     Each rank keeps its number.
     """

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from raydist.cluster.placement import Plan
 from raydist.cluster.shortage import gave_up
+from raydist.launch.bundles import Groups
 from raydist.launch.limits import OPEN_S, longest
 from raydist.launch.mailbox import Mail, Mailbox
 from raydist.messages.request import Answer, AnyReply, NodeRequest, Request
@@ -57,10 +58,9 @@ class Actors:
         """`group`: the plan's placement group. `options`: of each actor, such as runtime_env."""
         import ray
 
-        self.groups: dict[int, tuple[Any, int]] = {
+        self.groups: Groups = {
             bundle: (group, bundle) for bundle in range(len(plan.request.bundles))
         }
-        """By bundle: its placement group, and its index in that group."""
         self._options = options
         node_actor = MpiNodeActor if plan.request.backend == "mpi" else NodeActor
         self._class = ray.remote(node_actor)  # once: Ray exports the class at each call
@@ -73,6 +73,10 @@ class Actors:
         self.plan = plan
         self.set_plan(plan)
         self.start(slot.rank for slot in plan.leads)
+
+    def in_group(self, group: Any) -> bool:
+        """Return whether all bundles are in this placement group."""
+        return all(other is group for other, _ in self.groups.values())
 
     def set_plan(self, plan: Plan) -> None:
         """Assign the ranks as this plan does."""

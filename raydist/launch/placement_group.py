@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,8 +15,9 @@ from raydist.cluster.connect import alive_nodes, own_actor, remaining_nodes
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn, TurnPassed
-from raydist.launch import runtime_env
+from raydist.launch import bundles, runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
+from raydist.launch.bundles import create_group
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.hosts import Hosts
 from raydist.launch.left_out import LeftOut
@@ -34,8 +34,8 @@ from raydist.shared.outcome import End, Slow
 T = TypeVar("T")
 WAIT_S = 1
 """Seconds of one wait for the placement group; an integer, because Ray truncates fractions."""
-NAME = "raydist-"
-"""Prefix of the names of placement groups that an actor has created."""
+PLACE_S = 2
+"""Longest wait for a placement on nodes that had room a moment ago."""
 
 
 @contextlib.contextmanager
@@ -64,31 +64,30 @@ def placed_group(
         try:
             gang = gangs.take(request, options) if gangs else None
             if gang is not None:
-                held = gang.group
-                nodes = wait_until_placed(held, request, job.scale.wait_s, events)
+                held, plan = gang.group, gang.actors.plan
                 try:
-                    turn.note_placement(nodes)
+                    turn.note_placement(plan.bundle_nodes)
                 except TurnPassed:
                     gang.remove()
                     gang = held = None
             if gang is None:
                 held, nodes, request = group_in_turn(job, request, address, events, turn)
+                plan = placement.assign_ranks(request, nodes)
             if turn.waited_s:
                 events.add(kinds.Phase(name="queue", s=turn.waited_s))
-            plan = placement.assign_ranks(request, nodes)
             events.add(kinds.Phase(name="place", s=time.time() - began - turn.waited_s))
             if gang is not None:
                 actors = gang.actors
-                # Another node may have taken the place of a lost one since the gang was placed.
-                actors.set_plan(plan)
                 actors.start(lead.rank for lead in plan.leads)
             else:
                 actors = Actors(plan, held, options)
-            hosts = RayHosts(job, address, held, actors, events)
+            hosts = RayHosts(job, address, actors, events)
             hosts.take_turn(turn)
             with WorkerGroup(plan, hosts, events) as group:
                 yield group
-            if gangs is not None and hosts.standby is None and turn.may_keep():
+            kept = gangs is not None and hosts.standby is None and turn.may_keep()
+            # Later runs number their ranks by the nodes of a gang as it was placed.
+            if gangs is not None and kept and actors.in_group(held):
                 gangs.put(Gang(request, options, held, actors))
                 actors = held = None
             elif not options:
@@ -97,18 +96,18 @@ def placed_group(
         finally:
             if actors is not None:
                 actors.kill_all()
-            if held is not None:
+                bundles.drop_all(actors.groups)
+            elif held is not None:
                 remove_placement_group(held)
 
 
 class RayHosts(Hosts):
-    """The nodes of a placement group, through the actors on them."""
+    """The nodes of a worker group, through the actors on them."""
 
-    def __init__(self, job: Job, address: str, held: Any, actors: Actors, events: Events) -> None:
-        """`address`: of the cluster. `held`: the placement group."""
+    def __init__(self, job: Job, address: str, actors: Actors, events: Events) -> None:
+        """`address`: of the cluster."""
         self._job = job
         self._address = address
-        self._held = held
         self._actors = actors
         self._events = events
         self.turn = Turn()
@@ -145,8 +144,8 @@ class RayHosts(Hosts):
     def replace_nodes(self, lost: Sequence[int]) -> Plan:
         """Wait for replacement nodes for the lost ranks, and start actors there.
 
-        Without standby nodes, Ray moves the bundles of a node that it has declared dead, and keeps
-        all others where they are. MakesWay: the run must leave the nodes that it has.
+        Without standby nodes, a node that Ray has declared dead is replaced by another one, and all
+        others stay. MakesWay: the run must leave the nodes that it has.
         """
         if self.standby is not None:
             plan = self.standby.replace_nodes(lost)
@@ -156,12 +155,38 @@ class RayHosts(Hosts):
             self.turn.note_size(held, self.standby.spare_nodes())
             return plan
         before = self._actors.plan
-        patience, check = self._job.scale.wait_s, self.turn.check_while_lacking
-        found = wait_until_placed(self._held, before.request, patience, self._events, check)
+        waiting = Waiting(self._job.scale.wait_s, self._events)
+        while len(found := self._replaced_bundles()) < len(before.request.bundles):
+            self.turn.check_while_lacking()
+            there = [node.id for node in found.values()]
+            waiting.report(shortage.describe_missing(before.request, alive_nodes(), there))
+            time.sleep(POLL_S)
         self._actors.replace(lost, placement.replace_nodes(before, found))
         # The queue counts on the room that its runs hold.
-        self.turn.note_size(Counter(node.id for node in found), ())
+        self.turn.note_size(Counter(node.id for node in found.values()), ())
         return self._actors.plan
+
+    def _replaced_bundles(self) -> dict[int, Node]:
+        """Return the node of each bundle that has one; request others for those that are lost."""
+        groups, plan = self._actors.groups, self._actors.plan
+        spread = plan.request.strategy == "STRICT_SPREAD"
+        placed = bundles.placed_on(groups, alive_nodes())
+        node_of = {slot.bundle: slot.node.id for slot in plan.slots}
+        lost = set(bundles.lost_bundles(groups))
+        if spread:  # two that were requested at the same time may have been given the same node
+            first = {node.id: bundle for bundle, node in reversed(placed.items())}
+            lost |= {bundle for bundle, node in placed.items() if first[node.id] != bundle}
+        by_node: dict[str, list[int]] = {}
+        for bundle in sorted(lost):
+            by_node.setdefault(node_of[bundle], []).append(bundle)
+        placed = {bundle: node for bundle, node in placed.items() if bundle not in lost}
+        elsewhere = {node.id for node in placed.values()} if spread else set[str]()
+        for of_node in by_node.values():
+            group = bundles.create_on_one_node(plan.request, len(of_node), elsewhere)
+            for index, bundle in enumerate(of_node):
+                bundles.drop(groups, bundle)
+                groups[bundle] = group, index
+        return placed
 
     def draining(self) -> Mapping[str, float]:
         return drain.drain_deadlines()
@@ -214,32 +239,60 @@ def group_in_turn(
     while True:
         turn.wait()
         fitted = turn.fit(request)
-        held = steered_group(job, fitted, address, events)
+        held: Any = None
         try:
-            patience = turn.patience(job.scale.wait_s)
-            nodes = wait_until_placed(held, fitted, patience, events, turn.check)
+            placed = group_on(fitted, nodes_with_room(job, fitted, address, events))
+            while placed is None:
+                held = create_group(fitted, len(fitted.bundles))
+                patience = turn.patience(job.scale.wait_s)
+                nodes = wait_until_placed(held, fitted, patience, events, turn.check)
+                if len({node.id for node in nodes}) == 1:  # it is lost as a whole
+                    placed = held, nodes
+                else:
+                    remove_placement_group(held)
+                    placed = group_on(fitted, [node.id for node in nodes])
+            held, nodes = placed
             turn.note_placement(nodes)
             return held, nodes, fitted
         except BaseException as error:
-            remove_placement_group(held)
+            if held is not None:
+                remove_placement_group(held)
             if not isinstance(error, TurnPassed):
                 raise
 
 
-def steered_group(job: Job, request: ResourceRequest, address: str, events: Events) -> Any:
-    """Return a placement group for this request.
+def nodes_with_room(
+    job: Job, request: ResourceRequest, address: str, events: Events
+) -> list[str] | None:
+    """Return the id of a node with room for each bundle; None if there is no room now.
 
-    If there is room, it avoids nodes with incidents in other runs.
+    They are none with incidents in other runs, if there are enough others.
     """
     if own_actor():
         remove_orphans()
-    with node_history.avoiding_offenders(
-        job, request, remaining_nodes(), address, events
-    ) as steered:
-        held = create_group(request, len(request.bundles))
-        if steered:
-            held.wait(node_history.PLACE_S)
-    return held
+    nodes = remaining_nodes()
+    avoided = node_history.avoided_nodes(job, request, nodes, address, events)
+    return placement.choose_nodes(request, [node for node in nodes if node.id not in avoided])
+
+
+def group_on(
+    request: ResourceRequest, nodes: Sequence[str] | None
+) -> tuple[Any, list[Node]] | None:
+    """Return a placement group that is bound to these nodes, one for each bundle, and the nodes.
+
+    None if they have no room, or no longer.
+    """
+    from ray.util.placement_group import remove_placement_group
+
+    if nodes is None:
+        return None
+    held, found = create_group(request, len(nodes), nodes=nodes), None
+    try:
+        found = bundle_nodes(held, alive_nodes()) if held.wait(PLACE_S) else None
+    finally:
+        if found is None:
+            remove_placement_group(held)
+    return None if found is None else (held, found)
 
 
 def remove_orphans() -> None:
@@ -253,38 +306,13 @@ def remove_orphans() -> None:
 
     for each in placement_group_table().values():
         prefix, _, maker = each["name"].rpartition("-of-")
-        if prefix.startswith(NAME) and each["state"] != "REMOVED" and ray_private.is_dead(maker):
+        if (
+            prefix.startswith(bundles.NAME)
+            and each["state"] != "REMOVED"
+            and ray_private.is_dead(maker)
+        ):
             with contextlib.suppress(ValueError):  # another run has removed it
                 remove_placement_group(get_placement_group(each["name"]))
-
-
-def group_name() -> str:
-    """Return a name that tells remove_orphans() which actor created the group.
-
-    Empty in a driver: its groups end with it.
-    """
-    actor = own_actor()
-    return f"{NAME}{uuid.uuid4().hex[:8]}-of-{actor}" if actor else ""
-
-
-def create_group(request: ResourceRequest, bundles: int, elsewhere: Sequence[str] = ()) -> Any:
-    """Create a placement group of the first `bundles` bundles.
-
-    `elsewhere`: ids of nodes that it must not use.
-    """
-    from ray.util.placement_group import placement_group
-
-    labels = {
-        **({"ray.io/node-id": f"!in({','.join(elsewhere)})"} if elsewhere else {}),
-        **request.selector,
-    }
-    selector: dict[str, Any] = {"bundle_label_selector": [labels] * bundles} if labels else {}
-    return placement_group(
-        [dict(bundle) for bundle in request.bundles[:bundles]],
-        strategy=request.strategy,
-        name=group_name(),
-        **selector,
-    )
 
 
 def wait_until_placed(

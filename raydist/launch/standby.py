@@ -15,6 +15,7 @@ from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches
 from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn
 from raydist.cluster.shortage import describe_shortage
+from raydist.launch import bundles
 from raydist.launch.actors import POLL_S, Actors, Waiting
 from raydist.launch.flush import Ask
 from raydist.messages.agent import Close, Open, Opened
@@ -64,12 +65,12 @@ class StandbyNodes:
         scale: Scale,
         events: Events,
         nodes: Callable[[], list[Node]],
-        create_group: Callable[[ResourceRequest, int, Sequence[str]], Any],
+        create_group: Callable[[ResourceRequest, int, Collection[str]], Any],
         reason_to_avoid: Callable[[Node, bool], str] = lambda node, avoided: "",
     ) -> None:
         """`nodes`: returns the cluster's nodes that are alive and not draining.
 
-        `create_group`: as in placement_group. `reason_to_avoid`: describes a node's incidents, for
+        `create_group`: as in launch.bundles. `reason_to_avoid`: describes a node's incidents, for
         a node that is avoided or is used nevertheless; empty without incidents.
         """
         size = len(actors.plan.nodes)
@@ -105,14 +106,13 @@ class StandbyNodes:
         Returns the node of each bundle. `running`: whether the ranks run, so that all their bundles
         count as used; the supervisor notices the end of a lost rank.
         """
-        from ray.util.placement_group import remove_placement_group
-
+        with_ranks = {slot.bundle for slot in self._actors.plan.slots} if running else set[int]()
+        for bundle in bundles.lost_bundles(self._actors.groups):
+            if bundle not in with_ranks:  # the supervisor may start its actors
+                bundles.drop(self._actors.groups, bundle)
+                self._avoiding_since.pop(bundle, None)
         placed = self._node_by_bundle()
-        used = (
-            {slot.bundle for slot in self._actors.plan.slots}
-            if running
-            else self._bundles_in_use(placed)
-        )
+        used = with_ranks or self._bundles_in_use(placed)
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
             if gone or (warm.first_reply.done() and warm.first_reply.exception() is not None):
@@ -135,7 +135,7 @@ class StandbyNodes:
                 taken.add(node.id)
             # The bundle's node has another bundle, or is avoided.
             elif self._actors.groups[bundle][0] is not self._first_group:
-                remove_placement_group(self._actors.groups.pop(bundle)[0])
+                bundles.drop(self._actors.groups, bundle)
         if grows:
             self._request_nodes(placed)
         return placed
@@ -150,7 +150,7 @@ class StandbyNodes:
             return False
         others = self._free_nodes(placed) if count < self._max and not self._avoid_none else []
         if others:
-            bundle = self._request_node(sorted({each.id for each in self._nodes()} - set(others)))
+            bundle = self._request_node({each.id for each in self._nodes()} - set(others))
             self._avoiding_since[bundle] = time.monotonic()
         avoided = count >= self._max or bool(others)
         if (node.id, avoided) not in self._reported:
@@ -164,13 +164,11 @@ class StandbyNodes:
 
     def _stop_avoiding(self, placed: Mapping[int, Node]) -> None:
         """Remove bundles that have waited too long for a node without incidents."""
-        from ray.util.placement_group import remove_placement_group
-
         for bundle, since in list(self._avoiding_since.items()):
             if bundle not in placed and time.monotonic() - since > AVOID_S:
                 self._avoid_none = True
                 del self._avoiding_since[bundle]
-                remove_placement_group(self._actors.groups.pop(bundle)[0])
+                bundles.drop(self._actors.groups, bundle)
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """Return the ids of the nodes without incidents that have room for another bundle."""
@@ -193,10 +191,8 @@ class StandbyNodes:
 
     def _give_back(self, bundle: int) -> None:
         """End the actors of an additional bundle, and free its room."""
-        from ray.util.placement_group import remove_placement_group
-
         self._actors.kill_bundle(bundle)
-        remove_placement_group(self._actors.groups.pop(bundle)[0])
+        bundles.drop(self._actors.groups, bundle)
 
     def spare_nodes(self) -> list[str]:
         """Return the ids of the nodes with ranks that can be given up one by one, last one first.
@@ -303,17 +299,8 @@ class StandbyNodes:
         return {warm.node.id: (warm.run, warm.first_reply.result()) for warm in promoted}
 
     def close(self) -> list[Future[Any]]:
-        """Close the standby agents and remove the additional placement groups.
-
-        Returns the futures of the agents' replies.
-        """
-        from ray.util.placement_group import remove_placement_group
-
-        replies = [self._actors.send((bundle, 0), 0, Close()) for bundle in self._warm]
-        for group in {id(group): group for group, _ in self._actors.groups.values()}.values():
-            if group is not self._first_group:
-                remove_placement_group(group)
-        return replies
+        """Close the standby agents, and return the futures of their replies."""
+        return [self._actors.send((bundle, 0), 0, Close()) for bundle in self._warm]
 
     def _next_plan(self) -> Plan | None:
         """Return the plan on the nodes that are ready now; None if they are too few."""
@@ -339,18 +326,7 @@ class StandbyNodes:
 
     def _node_by_bundle(self) -> dict[int, Node]:
         """Return the node of each placed bundle, if that node is alive and not draining."""
-        from ray.util.placement_group import placement_group_table
-
-        alive = {node.id: node for node in self._nodes()}
-        tables = {
-            id(group): placement_group_table(group) for group, _ in self._actors.groups.values()
-        }
-        placed = {}
-        for bundle, (group, index) in self._actors.groups.items():
-            node = tables[id(group)]["bundles_to_node_id"].get(index)
-            if node in alive and tables[id(group)]["state"] != "REMOVED":
-                placed[bundle] = alive[node]
-        return placed
+        return bundles.placed_on(self._actors.groups, self._nodes())
 
     def _open(self, bundle: int, node: Node) -> None:
         """Start the fork server of a node, without waiting for it."""
@@ -362,20 +338,22 @@ class StandbyNodes:
         self._warm[bundle] = WarmNode(node, run, self._actors.send((bundle, 0), 0, request))
 
     def _request_nodes(self, placed: Mapping[int, Node]) -> None:
-        """Request nodes from Ray, and thereby from its autoscaler, up to scale.max_nodes."""
-        groups = self._actors.groups
-        more = min(self._max - len(groups), PENDING - (len(groups) - len(placed)))
-        if not self.elastic or more <= 0:
-            return
-        elsewhere = sorted({node.id for node in placed.values()})
-        for _ in range(more):
+        """Request nodes from Ray, and thereby from its autoscaler.
+
+        Up to scale.max_nodes, or in place of the lost ones.
+        """
+        groups, plan = self._actors.groups, self._actors.plan
+        most = self._max if self.elastic else len(plan.request.bundles)
+        elsewhere = {node.id for node in placed.values()}
+        for _ in range(min(most - len(groups), PENDING - (len(groups) - len(placed)))):
             self._request_node(elsewhere)
 
-    def _request_node(self, elsewhere: Sequence[str]) -> int:
+    def _request_node(self, elsewhere: Collection[str]) -> int:
         """Request one node that is none of these; return its bundle."""
-        groups = self._actors.groups
-        bundle = max(groups) + 1
-        groups[bundle] = self._create_group(self._actors.plan.request, 1, elsewhere), 0
+        groups, plan = self._actors.groups, self._actors.plan
+        # Not the number of a lost one, which may still have ranks.
+        bundle = max([*groups, *(slot.bundle for slot in plan.slots)]) + 1
+        groups[bundle] = self._create_group(plan.request, 1, elsewhere), 0
         return bundle
 
     def _describe_missing(self) -> str:

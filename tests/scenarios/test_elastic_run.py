@@ -290,10 +290,10 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
         run.wait_for_step(
             run.events("restarted")[-1]["step"] + 2
         )  # its copies are on the next node then
+    site.add()  # both that are gone belong to the run's first placement group
+    resized(run, 4, 3, 2, 3)
     site.add()
-    site.add()
-    run.wait_until(lambda: sizes(run)[-1] == 4, "size 4")  # at once, or after 3
-    run.wait_until(lambda: len(run.events("restarted")) == len(sizes(run)) - 1, "step after that")
+    resized(run, 4, 3, 2, 3, 4)
     assert run.events("saved") == []  # nothing has gone through the disk
     (run.folder / "go").touch()
     assert run.wait(400) == 0, run.screen
@@ -301,6 +301,28 @@ def test_a_model_in_shards_goes_on_from_memory_with_fewer_nodes_and_with_more(
     lost, back = run.events("restarted")[:2], run.events("restarted")[2:]
     assert max(event["repeated"] for event in lost) <= 1
     assert {event["repeated"] for event in back} == {0}
+
+
+@pytest.mark.parametrize("scale", ["2x1", "1..2x1"])
+def test_a_lost_node_keeps_no_other_run_from_being_placed(
+    site: Site, tmp_path: Path, scale: str
+) -> None:
+    """Ray tried to place the lost bundle again without a pause, and no other placement group."""
+    site.have(2)
+    run = site.start(tmp_path / "run", f"scale={scale}")
+    run.wait_for_step(2)
+    (other := tmp_path / "other").mkdir()
+    half = site.start(other / "half", "scale=1x1", "scale.cpus=0.5")  # no room for a whole CPU
+    half.wait_for_step(2)
+    used = {slot["node"] for slot in run.events("plan")[0]["slots"]}
+    lost = next(node for node in site.added if node.node_id in used)
+    site.remove(lost)
+    run.wait_until(lambda: bool(run.events("wait", "resize")), "a wait for a node, or a resize")
+    ended(site.start(other / "next", "scale=1x1", "scale.cpus=0.5"))
+    ended(half)
+    site.add()
+    run.wait_until(lambda: bool(run.events("restarted")), "a restart")
+    ended(run)
 
 
 def test_a_run_that_too_few_nodes_are_left_for_ends_with_its_last_step_on_the_disk(

@@ -7,12 +7,13 @@ and a run that gets no room in its turn gives its placement group back (turn.py)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from math import inf
 
-from raydist.cluster.nodes import Capacity, Node, fit_count, matches, room
+from raydist.cluster.nodes import Capacity, Node, distribute, fit_count, matches, room
 from raydist.cluster.queue.entry import LEAVING, PLACING, Demand, Entry, WayRequest
 from raydist.cluster.shortage import describe_shortage
 from raydist.shared.rank_names import counted
@@ -194,16 +195,8 @@ def backfill(
 
 def place_bundles(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int] | None:
     """Return how many bundles each node would hold, by id; None if there is no room for all."""
-    fits = bundles_by_node(demand, free, nodes)
-    if room(demand.as_request(), [(bundles, 1) for bundles in fits.values()]) < demand.bundles:
-        return None
-    if demand.strategy == "STRICT_SPREAD":
-        return dict.fromkeys(list(fits)[: demand.bundles], 1)
-    taken: dict[str, int] = {}
-    for node, bundles in sorted(fits.items(), key=lambda each: -each[1]):
-        if missing := demand.bundles - sum(taken.values()):
-            taken[node] = min(bundles, missing)
-    return taken
+    found = distribute(demand.as_request(), bundles_by_node(demand, free, nodes))
+    return None if found is None else Counter(found)
 
 
 def bundles_by_node(demand: Demand, free: Free, nodes: Sequence[Node]) -> dict[str, int]:
