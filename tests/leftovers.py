@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def ended(pid: int, within: float = 15.0) -> bool:
+def ended(pid: int, within: float = 60.0) -> bool:
     """Return whether a process has ended or ends within so many seconds."""
     deadline = time.monotonic() + within
     while (running := alive(pid)) and time.monotonic() < deadline:
@@ -60,7 +60,7 @@ def processes_of(mark: str) -> list[str]:
     return [f"{pid} {line}" for pid, line in marked(mark).items()]
 
 
-def remaining_processes(mark: str, within: float = 60.0) -> list[str]:
+def remaining_processes(mark: str, within: float = 120.0) -> list[str]:
     """Return the processes with that mark that still run after so many seconds.
 
     Ray's processes check only now and then whether their raylet has exited, and late on a busy
@@ -69,7 +69,7 @@ def remaining_processes(mark: str, within: float = 60.0) -> list[str]:
     return poll_until_empty(lambda: processes_of(mark), within)
 
 
-def remaining_placement_groups(within: float = 60.0) -> list[str]:
+def remaining_placement_groups(within: float = 120.0) -> list[str]:
     """Return the placement groups of this process's cluster that still exist after so many seconds:
     Ray removes them with a delay."""
     from ray.util.placement_group import placement_group_table

@@ -81,7 +81,7 @@ class Program:
             )
         weakref.finalize(self, self.process.kill)  # a test that failed must not leave it running
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         return self.process.wait(timeout)
 
     @property
@@ -108,7 +108,7 @@ class Program:
         result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
         return result
 
-    def wait_for_step(self, step: int, timeout: float = 90) -> None:
+    def wait_for_step(self, step: int, timeout: float = 180) -> None:
         """Return once a rank has reported that step."""
 
         def reached() -> bool:
@@ -120,7 +120,7 @@ class Program:
         self.wait_until(reached, f"step {step}", timeout)
 
     def wait_until(
-        self, condition: Callable[[], bool], what: str = "that", timeout: float = 90
+        self, condition: Callable[[], bool], what: str = "that", timeout: float = 180
     ) -> None:
         """Return once the condition is true; fail if the program ends before that."""
 
@@ -135,7 +135,7 @@ class Program:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def leftovers(self, within: float = 60.0) -> list[str]:
+    def leftovers(self, within: float = 120.0) -> list[str]:
         """Return the processes and fork servers' folders that are still there after so many seconds.
 
         A server that is kept and that nobody uses does not count; its children do.
@@ -181,7 +181,7 @@ def separate_ray(first: str = "", env: Mapping[str, str] | None = None) -> Itera
     assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.stdin.close()
-    assert process.wait(60) == 0
+    assert process.wait(180) == 0
 
 
 def python_with(folder: Path, module: str, text: str) -> str:

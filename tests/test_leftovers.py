@@ -79,7 +79,7 @@ def session(folder: Path, *words: str, **bodies: str) -> tuple[int, str]:
     ]
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
-        [*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100
+        [*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -172,7 +172,7 @@ def test_what_a_killed_session_left_is_removed_and_a_living_ones_is_not(tmp_path
         long_ago(killed)
         long_ago(living)
         leftovers.sweep()
-        assert sleeper.wait(10) == -signal.SIGKILL
+        assert sleeper.wait(60) == -signal.SIGKILL
     assert not killed.exists()
     assert living.exists()
     assert lock is not None

@@ -392,7 +392,7 @@ def all_reduce(rig: Rig, env: dict[str, str], limit: int) -> list[tuple[int | No
         )
         for rank, host in enumerate(rig.hosts)
     ]
-    output = [rank.communicate(timeout=120)[0] for rank in ranks]
+    output = [rank.communicate(timeout=240)[0] for rank in ranks]
     return [(rank.returncode, own_lines(text)) for rank, text in zip(ranks, output, strict=True)]
 
 
@@ -403,7 +403,7 @@ def own_lines(output: str) -> str:
 
 
 def test_gloo_without_an_interface_follows_the_hostname_to_loopback_and_fails(pair: Rig) -> None:
-    ended = all_reduce(pair, {}, limit=1)
+    ended = all_reduce(pair, {}, limit=2)
     assert all(status != 0 for status, _ in ended)
     assert any("Connection refused, remote=[127.0.1.1]" in text for _, text in ended)
 
@@ -412,7 +412,7 @@ def test_gloo_without_an_interface_follows_the_hostname_to_loopback_and_fails(pa
 def test_gloo_uses_the_interface_it_is_told_and_the_bytes_prove_it(
     pair: Rig, used: str, idle: str
 ) -> None:
-    ended = all_reduce(pair, {"GLOO_SOCKET_IFNAME": used}, limit=30)
+    ended = all_reduce(pair, {"GLOO_SOCKET_IFNAME": used}, limit=120)
     assert ended == [(0, "3.0 3.0\n")] * 2
     for host in pair.hosts:
         assert min(host.bytes(used)) > 1 << 24

@@ -238,7 +238,7 @@ def all_required() -> list[Requirement]:
 def files_of(name: str) -> list[dict[str, Any]]:
     """Return the files of a package on the index, as PEP 691 describes them."""
     page = f"{INDEX}/{canonicalize_name(name)}/"
-    with urllib.request.urlopen(urllib.request.Request(page, headers=SIMPLE), timeout=20) as reply:
+    with urllib.request.urlopen(urllib.request.Request(page, headers=SIMPLE), timeout=60) as reply:
         files: list[dict[str, Any]] = json.load(reply)["files"]
         return files
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 def wait_until(
     condition: Callable[[], object],
     what: str | Callable[[], str] = "the condition",
-    timeout: float = 30.0,
+    timeout: float = 90.0,
 ) -> None:
     """Return once the condition is true; fail if it is still false after `timeout` seconds.
 

@@ -201,7 +201,7 @@ def test_two_runs_at_once_both_have_their_say(tmp_path: Path) -> None:
     for each in writers:
         each.start()
     for each in writers:
-        each.join(20)
+        each.join(120)
     assert sorted(each.run for each in read_incidents(path)) == [str(run) for run in range(8)]
 
 
@@ -217,6 +217,7 @@ from raydist.cluster.node_history import NodeIncident
 from raydist.settings import compose
 from pathlib import Path
 from tests.programs import HEAD
+from tests.waiting import wait_until
 
 made = Cluster(initialize_head=True, head_node_args={**HEAD, "num_cpus": 2})
 made.add_node(num_cpus=2)
@@ -244,8 +245,13 @@ told["bad"] = bad.id
 place("one", "scale=1x1")
 place("both", "scale=2x1")
 place("ignored", "scale=2x2", "scale.avoid=false")
-time.sleep(0.5)
-told["free"] = [node.free.get("CPU") for node in cluster.alive_nodes()]
+
+def free():
+    return [node.free.get("CPU") for node in cluster.alive_nodes()]
+
+
+wait_until(lambda: free() == [2.0, 2.0], lambda: str(free()))
+told["free"] = free()
 print(json.dumps(told))
 ray.shutdown()
 made.shutdown()
@@ -264,7 +270,7 @@ def test_ray_places_the_ranks_elsewhere_where_it_can(
     monkeypatch.setenv("RAYDIST_LEDGER", str(tmp_path / "nodes.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     ended = subprocess.run(
-        [sys.executable, "-c", HOLD], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", HOLD], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert ended.returncode == 0, ended.stderr
     output = json.loads(ended.stdout.splitlines()[-1])

@@ -102,8 +102,13 @@ class FakeGpus:
 
     def report_xid(self, number: int, xid: int, instance: int = -1) -> None:
         """Have the driver report an Xid of a GPU, or of one of its MIG instances."""
+        self.report_xids((number, xid, instance))
+
+    def report_xids(self, *xids: tuple[int, int, int]) -> None:
+        """Report several as `report_xid` does: who begins to wait meanwhile gets all or none."""
+        lines = (f"{number} {xid} {instance};\n" for number, xid, instance in xids)
         with (self.folder / "xids").open("a") as file:
-            file.write(f"{number} {xid} {instance};\n")  # at once: a reader never sees half of it
+            file.write("".join(lines))  # at once: a reader never sees half of it
 
     def repair(self) -> None:
         """Make all GPUs whole again, and take back what was asked."""

@@ -57,10 +57,8 @@ def test_xids_are_those_of_the_ranks_own_gpu_or_mig_instance(
         found.start({"CUDA_VISIBLE_DEVICES": visible})
 
         def noted() -> bool:
-            machine.report_xid(1, 95)
-            machine.report_xid(0, 48, instance=0)
-            machine.report_xid(0, 45, instance=1)
-            machine.report_xid(0, 119)  # of the whole GPU
+            whole = (0, 119, -1)  # of the whole GPU
+            machine.report_xids((1, 95, -1), (0, 48, 0), (0, 45, 1), whole)
             return describe_xid(119, visible) in found.lines()
 
         await asyncio.to_thread(wait_until, noted, "Xids", 120)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from raydist.shared.kinds import EventJson
 from tests.fake_gpu import FakeGpus, Gpu, requires_fake_gpus
 from tests.fake_gpu.conftest import Machine
 from tests.programs import Program, python_with
@@ -32,6 +33,12 @@ def finished(folder: Path, *words: str) -> Program:
     return run
 
 
+def certain_hang(run: Program) -> EventJson:
+    """Return the only hang that is certain; on a busy machine ranks may seem to hang before."""
+    (hang,) = (each for each in run.events("hang") if each["certain"])
+    return hang
+
+
 @pytest.mark.parametrize(
     ("more", "old"), [((), False), ((LEGACY,), True)], ids=["nccl-json", "nccl-legacy-text"]
 )
@@ -49,8 +56,8 @@ def test_ranks_in_different_collectives_are_named_by_the_flight_recorder_and_ras
     assert "waits in all_reduce of [[3]], number 20" in run.screen
     assert "rank 1" in run.screen
     assert "waits in broadcast of [[4]], number 20" in run.screen
-    (hang,) = run.events("hang")
-    assert (hang["ranks"], hang["certain"]) == ([1], True)
+    hang = certain_hang(run)
+    assert hang["ranks"] == [1]
     pids = {each["rank"]: each["pid"] for each in run.events("joined")}
     said = {
         False: (
@@ -77,8 +84,8 @@ def test_a_run_whose_ras_is_turned_off_hangs_as_any(four: FakeGpus, tmp_path: Pa
         "restart=none", "env.NCCL_RAS_ENABLE=0",
     )  # fmt: skip
     assert run.wait(LIMIT_S) == 1, run.screen
-    (hang,) = run.events("hang")
-    assert (hang["ranks"], hang["certain"], list(hang["notes"])) == ([1], True, [])
+    hang = certain_hang(run)
+    assert (hang["ranks"], list(hang["notes"])) == ([1], [])
     assert not (run.run_dir / "logs/nccl-ras.txt").exists()
 
 
@@ -180,7 +187,10 @@ def test_memory_errors_that_only_nvml_knows_are_named_with_the_hang(
         "hang.after_s=2", "hang.limit_s=30",
     )  # fmt: skip
     run.wait_for_step(19, LIMIT_S)
-    run.wait_until(lambda: bool(run.events("hang")), "hang", LIMIT_S)
+    # on a busy machine ranks may seem to hang before rank 1 is asleep
+    run.wait_until(
+        lambda: any("number 20" in each["text"] for each in run.events("hang")), "hang", LIMIT_S
+    )
     four.change(1, replace(four.gpus[1], state="ecc"))
     assert run.wait(LIMIT_S) == 1, run.screen
     page = (run.run_dir / "blame-1.txt").read_text()

@@ -45,9 +45,9 @@ def test_actors_that_do_not_start_in_time_are_named(
     group._actors, group._gpus = {(0, 0): quick, (1, 0): quick}, {}
     assert group.gpus() == [("0",), ("0",)]
     group._actors, group._gpus = {(0, 0): quick, (1, 0): slow}, {}
-    monkeypatch.setattr(actors, "OPEN_S", 0.5)
+    monkeypatch.setattr(actors, "OPEN_S", 2.0)
     with pytest.raises(
-        LaunchError, match=r"^1 of 2 actors did not start within 0.507 s, on node-2$"
+        LaunchError, match=r"^1 of 2 actors did not start within 2.01 s, on node-2$"
     ):
         group.gpus()
     for each in (quick, slow):

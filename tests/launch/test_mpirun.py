@@ -335,7 +335,7 @@ def test_a_driver_that_is_stopped_or_killed_leaves_nothing(
         "output of all ranks",
     )
     program.signal(number)
-    assert program.wait(20) == (130 if number == signal.SIGINT else -9)
+    assert program.wait() == (130 if number == signal.SIGINT else -9)
     assert program.leftovers() == []
     assert segments() <= before
 

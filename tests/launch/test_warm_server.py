@@ -88,7 +88,8 @@ def test_the_end_of_a_program_waits_for_no_server_that_is_stopped(
     monkeypatch.setattr(warm_server, "_servers", {})
     server = warm_server.acquire(Job(job=Target(target="json:dumps")))
     assert server is not None
-    warm = kept_server.ask(Path(server.folder), ImportModules(()))
+    while (warm := kept_server.ask(Path(server.folder), ImportModules(()))) is None:
+        pass  # it starts
     assert isinstance(warm, Warm)
     os.kill(warm.pid, signal.SIGSTOP)
     warm_server.end_all()
@@ -106,12 +107,13 @@ def test_an_idle_server_ends(tmp_path: Path) -> None:
 def test_a_server_with_an_agent_is_not_idle(tmp_path: Path) -> None:
     import socket
 
-    one = fork_launcher.ForkServer.launch(tmp_path / "f", "fork", 1, idle_s=0.2)
+    one = fork_launcher.ForkServer.launch(tmp_path / "f", "fork", 1, idle_s=1.0)
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     line.connect(str(one.folder / "fork"))
-    line.settimeout(1)
+    line.settimeout(60)
     line.send(encode(ImportModules(("json",))))
     assert isinstance(decode(line.recv(1 << 16)), Warm)
+    line.settimeout(2)
     with pytest.raises(TimeoutError):
         line.recv(1)
     assert one.alive()

@@ -806,7 +806,7 @@ def test_a_checkpoint_that_the_agent_did_not_pass_on_is_written_when_it_is_gone(
 SLOW_WRITER = """
 import time
 from raydist.node import agent_server as server, snapshots
-server.WRITE_S, server.PROGRESS_S = 2.0, 0.1
+server.WRITE_S, server.PROGRESS_S = 3.0, 0.1
 write = snapshots.write_checkpoint
 def write_slowly(*given):
     with open({!r}, "wb", buffering=0) as file:
@@ -816,7 +816,7 @@ def write_slowly(*given):
     return write(*given)
 snapshots.write_checkpoint = write_slowly
 """
-"""A module with which a state takes twice as long to write as a server waits without progress."""
+"""A module with which a state takes longer to write than a server waits without progress."""
 WAITING_WRITER = """
 from raydist.node import snapshots
 write = snapshots.write_checkpoint
@@ -841,7 +841,7 @@ def end_with_state_in_memory(folder: Path, writer: str) -> tuple[Node, bool]:
 def test_a_large_state_is_waited_for_while_its_writing_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fork_launcher, "END_S", 2.0)
+    monkeypatch.setattr(fork_launcher, "END_S", 3.0)
     monkeypatch.syspath_prepend(tmp_path)
     _, ended_in_time = end_with_state_in_memory(
         tmp_path, SLOW_WRITER.format(str(tmp_path / "blocks"))

@@ -181,7 +181,7 @@ def test_a_rank_that_the_oom_killer_ends_is_reported_as_that(tmp_path: Path, sma
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "rank 1 on" in ran.stdout

@@ -449,7 +449,7 @@ def attempts() -> dict[str, list[End]]:
         [sys.executable, "-c", GLOO, *FAULTS],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     output = run.stdout.splitlines()[-1]  # the gloo of torch 2.8 speaks before

@@ -81,10 +81,10 @@ def test_a_notebook_has_one_live_line_then_the_result(
 
     messages: list[tuple[str, Any]] = []
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
+    manager, client = start_new_kernel(240, "python3", cwd=str(tmp_path))
     try:
         reply = client.execute_interactive(
-            CELL.format(folder=tmp_path / "run"), timeout=120,
+            CELL.format(folder=tmp_path / "run"), timeout=240,
             output_hook=lambda message: messages.append((message["msg_type"], message["content"])),
         )  # fmt: skip
     finally:

@@ -94,7 +94,7 @@ class Host:
         *,
         env: Mapping[str, str] | None = None,
         check: bool = True,
-        timeout: float = 120,
+        timeout: float = 300,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on this host to its end, with its output captured. Raises CommandFailed,

@@ -100,7 +100,7 @@ class CommandFailed(subprocess.CalledProcessError):
 
 
 def finish(
-    process: subprocess.Popen[str], *, check: bool = True, timeout: float = 120
+    process: subprocess.Popen[str], *, check: bool = True, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Wait for a program started with popen(**CAPTURED). Raises CommandFailed, and TimeoutExpired
     after killing it."""

@@ -79,20 +79,31 @@ class Rig:
         own = cpus if head_cpus is None else head_cpus
         finish(_ray_start(head, own, ["--head", *first], env))
         for host, starting in [(host, self._ray_join(host, cpus, env)) for host in others]:
-            try:
-                finish(starting)
-            except CommandFailed:
-                # Ray gives a new node 30 s to register at the head, which a busy machine may
-                # exceed.
-                finish(host.popen([*_RAY, "stop"], **CAPTURED))
-                finish(self._ray_join(host, cpus, env))
+            self._finish_join(host, starting, cpus, env)
         for host in self.hosts:
             host.environment["RAY_ADDRESS"] = self.ray_address
         return self.ray_address
 
     def ray_join(self, host: Host, cpus: int = 2, env: Mapping[str, str] | None = None) -> None:
         """Start Ray on one more host, or on one that was killed and booted again."""
-        finish(self._ray_join(host, cpus, env))
+        self._finish_join(host, self._ray_join(host, cpus, env), cpus, env)
+
+    def _finish_join(
+        self,
+        host: Host,
+        starting: subprocess.Popen[str],
+        cpus: int,
+        env: Mapping[str, str] | None,
+    ) -> None:
+        """Wait until Ray runs on a host; if it does not start, start it once more.
+
+        Ray gives a new node 30 s to register at the head, which a busy machine may exceed.
+        """
+        try:
+            finish(starting)
+        except CommandFailed:
+            finish(host.popen([*_RAY, "stop"], **CAPTURED))
+            finish(self._ray_join(host, cpus, env))
 
     def _ray_join(
         self, host: Host, cpus: int, env: Mapping[str, str] | None

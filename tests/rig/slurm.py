@@ -94,7 +94,7 @@ class Slurm:
         """Start Slurm on all hosts."""
         for host in (self.login, *self.nodes):
             self.join(host)
-        wait_until(lambda: self._node_states() == {"idle"}, self._logs, 60)
+        wait_until(lambda: self._node_states() == {"idle"}, self._logs, 240)
 
     def join(self, host: Host) -> None:
         """Start Slurm's daemon on a host that has just been booted."""

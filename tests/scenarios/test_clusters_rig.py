@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 pytestmark = [
     pytest.mark.root,
     pytest.mark.ray,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     requires_root,
     requires_ssh,
 ]
@@ -113,7 +113,7 @@ def start(own: Host, *lines: str, **options: Any) -> subprocess.Popen[str]:
 def type_lines(own: Host, *lines: str) -> str:
     """Type lines at the person's machine and wait for their end; return the output. An error fails
     the test."""
-    return finish(start(own, *lines, stderr=subprocess.STDOUT), timeout=200).stdout
+    return finish(start(own, *lines, stderr=subprocess.STDOUT), timeout=600).stdout
 
 
 def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -> None:
@@ -124,9 +124,9 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
     wait_until(
         lambda: all(any("raylet" in line for line in of_ray(node)) for node in nodes),
         "two raylets",
-        150,
+        400,
     )
-    wait_until(lambda: "2 local.cluster.node" in type_lines(own, status), "two nodes", 150)
+    wait_until(lambda: "2 local.cluster.node" in type_lines(own, status), "two nodes", 400)
     tunnel = start(
         own, dashboard.removesuffix(" &"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -159,7 +159,7 @@ def test_the_readmes_commands_lead_from_bare_hosts_to_a_run_and_back(rig: Rig) -
         assert stat.S_IMODE((node.root / "tmp/ray-0").stat().st_mode) == 0o700
 
     type_lines(own, down)
-    wait_until(lambda: [of_ray(node) for node in nodes] == [[], []], "two hosts without Ray", 100)
+    wait_until(lambda: [of_ray(node) for node in nodes] == [[], []], "two hosts without Ray", 300)
 
 
 LATE = """
@@ -176,7 +176,7 @@ def patience(own: Host, head: Host, export: str) -> None:
     (own.folder / "home/late/late.py").write_text(LATE)
     sent = "ray job submit --submission-id late --no-wait --working-dir ~/late -- python late.py"
     type_lines(own, export, sent)
-    wait_until((head.folder / "home/begun").exists, "the job", 100)
+    wait_until((head.folder / "home/begun").exists, "the job", 300)
     assert "was stopped" in type_lines(own, export, "ray job stop late", "ray job status late")
 
 

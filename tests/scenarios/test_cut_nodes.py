@@ -20,7 +20,13 @@ from tests.rig import Host, Rig, hosts, requires_root
 from tests.scenarios.test_restart_nodes import ROOT, events, left, reached, result, start
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.slow, requires_root]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    requires_root,
+]
 WARM_S = 10
 """Until a spare is warm: no event tells."""
 ENV = {"PYTHONPATH": str(ROOT)}
@@ -50,14 +56,14 @@ def running(rig: Rig, folder: Path, *words: str) -> Iterator[None]:
     """A run that has trained for a while; afterwards nothing of it is left on any host."""
     run = start(rig, folder, LONG, *words)
     try:
-        wait_until(lambda: reached(folder, 20), lambda: (folder / "screen.txt").read_text(), 120)
+        wait_until(lambda: reached(folder, 20), lambda: (folder / "screen.txt").read_text(), 240)
         yield
         run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 130, (folder / "screen.txt").read_text()
+        assert run.wait(120) == 130, (folder / "screen.txt").read_text()
     finally:
         run.kill()
         run.wait()
-    wait_until(lambda: not left(rig), lambda: str(left(rig)), 60)
+    wait_until(lambda: not left(rig), lambda: str(left(rig)), 120)
 
 
 def latest_step(folder: Path) -> int:
@@ -67,7 +73,7 @@ def latest_step(folder: Path) -> int:
 def wait_for_steps(folder: Path, more: int) -> None:
     """Wait until the run has made so many more steps."""
     target = latest_step(folder) + more
-    wait_until(lambda: reached(folder, target), f"step {target}", 120)
+    wait_until(lambda: reached(folder, target), f"step {target}", 240)
 
 
 def causes(folder: Path) -> list[EventJson]:
@@ -119,7 +125,7 @@ def test_an_elastic_run_shrinks_before_ray_gives_up_the_host_and_grows_again(
 ) -> None:
     folder = tmp_path / "elastic"
     with running(rig, folder, "scale=2..3x1"):
-        wait_until(lambda: len(slots(folder)) == 3, "three ranks", 60)
+        wait_until(lambda: len(slots(folder)) == 3, "three ranks", 180)
         wait_for_steps(folder, 20)
         victim = other_host(rig, folder)
         old = pids_on(folder, victim)
@@ -129,8 +135,8 @@ def test_an_elastic_run_shrinks_before_ray_gives_up_the_host_and_grows_again(
         (end,) = causes(folder)
         assert (end["how"], end["host"]) == ("lost", victim.name)
         assert end["why"].startswith(UNREACHABLE)
-        wait_until(lambda: not old & victim.processes().keys(), "end of the old rank", 60)
-        wait_until(lambda: len(slots(folder)) == 3, "three ranks again", 120)
+        wait_until(lambda: not old & victim.processes().keys(), "end of the old rank", 120)
+        wait_until(lambda: len(slots(folder)) == 3, "three ranks again", 240)
         wait_for_steps(folder, 20)
     assert len(result(folder)["restarts"]) == 1
 

@@ -26,7 +26,8 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120
-LIMITS = ("hang.after_s=0.5", "hang.limit_s=8", "restart=none")
+LIMITS = ("hang.after_s=5", "hang.limit_s=10", "restart=none")
+"""A rank of a busy machine may be silent for seconds."""
 PROGRAM = """
     import os
     import time
@@ -143,7 +144,7 @@ def test_an_editor_debugs_a_rank_and_the_run_goes_on(program: Program) -> None:
         # longer than a hang lasts until it ends a run: the hang watch rests
         wait_until(lambda: state(program, 1).startswith("debugger"), "the state", LIMIT_S)
         with pytest.raises(subprocess.TimeoutExpired):
-            program.process.wait(12)
+            program.process.wait(13)
         assert len(operate(program.folder, "stacks").stdout.splitlines()) > 2
         second = operate(program.folder, "debug", "rank=1")
         assert (second.returncode, second.stdout) == (2, "")

@@ -12,7 +12,7 @@ from raydist.cluster.drain import DrainNotice
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Slot
 
-LEFT_S = 60
+LEFT_S = 180
 
 
 def notice_of(draining: dict[str, float], *nodes: str) -> DrainNotice | None:

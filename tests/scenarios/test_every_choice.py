@@ -26,7 +26,15 @@ from tests.mpi_programs import SUM, requires_openmpi
 from tests.programs import Program
 from tests.scenarios.test_jobs import write_folder, write_mnist
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, requires_horovod, requires_openmpi]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    requires_horovod,
+    requires_openmpi,
+]
+LIMIT_S = 600
+"""Limit on the seconds of a command on a busy machine."""
 
 SEPARATE = ("backend", "parallel")
 """Groups whose choices depend on the number of ranks."""
@@ -182,11 +190,11 @@ def expected_code(words: tuple[str, ...], ranks: int) -> int:
 def assert_ends(program: Program, expected: int) -> None:
     """It ends by itself with this exit code; a refused one has started no rank."""
     try:
-        code = program.wait(180)
+        code = program.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         program.process.terminate()
         program.wait(60)
-        pytest.fail(f"it did not end within 180 s:\n{program.screen}")
+        pytest.fail(f"it did not end within {LIMIT_S} s:\n{program.screen}")
     assert code == expected, program.screen
     if code == 0:
         return

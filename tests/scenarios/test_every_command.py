@@ -19,6 +19,7 @@ from tests import commands
 from tests.horovod_ranks import requires_horovod
 from tests.mpi_programs import requires_openmpi
 from tests.scenarios.test_every_choice import (
+    LIMIT_S,
     SHORT_TEXT,
     assert_ends,
     choices,
@@ -30,7 +31,13 @@ from tests.scenarios.test_every_choice import (
 )
 from tests.watch.test_web_mirror import write_run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, requires_horovod, requires_openmpi]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    requires_horovod,
+    requires_openmpi,
+]
 __all__ = ["home"]
 
 NOT_HERE = {
@@ -146,7 +153,7 @@ def test_a_command_of_the_pages(
         write_run(tmp_path / "runs/digits/2026-11-22_19-03-35")
     program = run(tmp_path, ray_address, words, ranks)
     if re.search(SERVES, " ".join(words)):
-        program.wait_until(lambda: "http://" in program.screen, "link")
+        program.wait_until(lambda: "http://" in program.screen, "link", LIMIT_S)
         program.signal(signal.SIGINT)
     assert_ends(program, expected_code(words, ranks))
     if "mine" in str(words):

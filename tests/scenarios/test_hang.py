@@ -80,8 +80,9 @@ def test_what_can_not_get_better_ends_the_run_and_names_the_culprit(
     assert {end.how for end in result.ends if end.rank != 1} == {"stopped"}
     for word in words:
         assert word in str(caught.value)
-    (hang,) = hangs(result.dir)
-    assert (hang["ranks"], hang["certain"]) == ([1], True)
+    # On a busy machine ranks may be silent for a second before that.
+    (hang,) = [each for each in hangs(result.dir) if each["certain"]]
+    assert hang["ranks"] == [1]
     assert "in train" in (result.dir / "logs" / "rank-0.stacks").read_text()
     pids = [
         happened["pid"]
@@ -156,12 +157,32 @@ def test_horovods_ranks_too(on_ray: Path) -> None:
         raydist.run(job, *WORDS, "backend=horovod")
 
 
+def named_late(folder: Path) -> list[EventJson]:
+    """Return the hangs in which the others wait for rank 1 at its fault.
+
+    On a busy machine ranks may be silent for a second before that.
+    """
+    late = "ranks 0, 2 wait in all_reduce of [[3]], number 61, but rank 1 on"
+    return [hang for hang in hangs(folder) if late in hang["text"]]
+
+
+def nap() -> None:
+    time.sleep(0.5)
+
+
+def take_long() -> None:
+    """Come late, until that is told and for 3 s after it, always at the same line."""
+    while not named_late(raydist.rank().run_dir):
+        nap()
+    for _ in range(6):
+        nap()
+
+
 def test_who_only_takes_long_is_named_once_and_let_go_on(on_ray: Path) -> None:
-    done = raydist.run(train, *WORDS, args=(lambda: time.sleep(6),), steps=80)
+    done = raydist.run(train, *WORDS, args=(take_long,), steps=80)
     assert done.values == (80, 80, 80)
-    (hang,) = hangs(done.dir)
+    (hang,) = named_late(done.dir)
     assert (hang["ranks"], hang["certain"]) == ([1], False)
-    assert "ranks 0, 2 wait in all_reduce of [[3]], number 61, but rank 1 on" in hang["text"]
 
 
 def test_the_limit_ends_ranks_that_all_compute_too_and_it_is_a_failure(on_ray: Path) -> None:
@@ -171,7 +192,7 @@ def test_the_limit_ends_ranks_that_all_compute_too_and_it_is_a_failure(on_ray: P
             pass
 
     with pytest.raises(RunFailed, match=r"rank 0 on .* hangs: rank 0 on") as caught:
-        raydist.run(job, *WORDS, "hang.limit_s=3")
+        raydist.run(job, *WORDS, "hang.limit_s=5")
     assert caught.value.result.cause.how == "hung"
 
 
@@ -228,7 +249,7 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
         # somebody wakes it up again, from outside of Python
         pid, folder = os.getpid(), raydist.rank().run_dir
         if os.fork() == 0:
-            while not hangs(folder):
+            while not any(each["certain"] for each in hangs(folder)):
                 time.sleep(0.1)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
@@ -237,7 +258,8 @@ def test_without_hang_end_it_is_only_told(on_ray: Path) -> None:
 
     done = raydist.run(job, *WORDS, "hang.end=false")
     assert done.values == (80, 80, 80)
-    assert [hang["certain"] for hang in hangs(done.dir)] == [True]
+    # On a busy machine ranks may be silent for a second before that.
+    assert [hang["ranks"] for hang in hangs(done.dir) if hang["certain"]] == [[1]]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +276,7 @@ def test_a_program_that_says_nothing_is_looked_at_and_lives(
         "sys.exit(3))\ntime.sleep(9)\n"
     )
     (on_ray / "quiet.py").write_text(quiet + "print('whole')\n")
-    monkeypatch.setattr(stall, "UNKNOWN_S", 2.0)
+    monkeypatch.setattr(stall, "UNKNOWN_S", 1.0)
     looked: list[RankState] = []
     judge = hang_verdict.diagnose
 

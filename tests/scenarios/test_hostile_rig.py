@@ -18,7 +18,7 @@ from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
 from tests.slow_folder import FUSEPY, SLOW_FOLDER
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, requires_root]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(900), requires_root]
 
 LAUNCH = "python -m raydist.tools.launch --nproc-per-node 2 sum.py"
 TRAIN = "python -m raydist.train group=inline scale=1x2 job=synthetic train.steps=5"
@@ -167,7 +167,7 @@ def test_a_host_that_lacks_something(bare: Host, lacking: str) -> None:
     own_hosts = "cp /etc/hosts hosts; mount --bind hosts /etc/hosts"
     script = "\n".join(["set -e", own_hosts, lo_up, lack.before, lack.command])
     command = ["unshare", "--mount", own_net, "bash", "-c", script]
-    done = bare.run(command, cwd=folder, check=False, timeout=200 + LATE_S)
+    done = bare.run(command, cwd=folder, check=False, timeout=400 + LATE_S)
     screen = done.stdout + done.stderr
     assert done.returncode == lack.code, screen
     if lack.says:
@@ -214,7 +214,7 @@ def train(pair: Rig, *words: str, code: int = 0) -> tuple[str, str, Path]:
     folder.mkdir()
     command = ["python", "-m", "raydist.train", "scale=2x1", "job=synthetic", "train.steps=5"]
     try:
-        done = first.run([*command, *words], cwd=folder, check=False, timeout=200)
+        done = first.run([*command, *words], cwd=folder, check=False, timeout=400)
     except subprocess.TimeoutExpired:
         for events in folder.glob("runs/*/*/events.jsonl"):
             print(events.read_text())  # pytest shows it: how far the run came

@@ -24,6 +24,7 @@ from tests.scenarios.test_restart_run import events, losses
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not connects_anew(), reason="this torch cannot connect ranks anew"),
 ]
 WORDS = (
@@ -108,7 +109,6 @@ def compiling(config: Any, struck: tuple[Fault, ...] = ()) -> tuple[dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # it compiles in two runs
 @pytest.mark.parametrize("more", ["train.compile=blocks", "train.compile=true parallel=fsdp"])
 def test_ranks_that_stay_keep_their_compiled_code(more: str) -> None:
     """And a new one, which compiles anew, goes on to the bit."""

@@ -18,7 +18,13 @@ from tests.fake_infiniband import build, plug_in, requires_fake_infiniband
 from tests.machines import EDR, OPEN_DRIVER, OTHER_IB_GID, Box, Card, Link, roce, switch
 from tests.rig import Host, hosts, requires_root
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, requires_root, requires_fake_infiniband]
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    requires_root,
+    requires_fake_infiniband,
+]
 CODE = {"PYTHONPATH": str(ROOT)}
 SDR = "10 Gb/sec (4X SDR)"
 BESIDE = [f"{switch(i)}/00{i}2:00:00.0/00{i}3:00:00.0" for i in range(3)]
@@ -92,7 +98,7 @@ def doctor(host: Host, *words: str, code: int = 0) -> dict[str, list[str]]:
     """Type `raydist doctor` on the host; return its findings by check, each with its level."""
     command = ["python", "-m", "raydist.tools.doctor", "--json", "scale=1x2", "group=inline"]
     home = host.folder / "home"
-    done = host.run([*command, *words], check=False, cwd=home, env=CODE, timeout=300)
+    done = host.run([*command, *words], check=False, cwd=home, env=CODE, timeout=600)
     assert done.returncode == code, done.stdout + done.stderr
     by_check: dict[str, list[str]] = {}
     for finding in json.loads(done.stdout)["findings"]:

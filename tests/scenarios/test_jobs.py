@@ -242,7 +242,7 @@ def program(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.leftovers import ended, idle_servers, remaining_processes, server_folders
-from tests.programs import HEAD, Program
+from tests.programs import HEAD, KEEP_WARM_S, Program
 from tests.waiting import wait_until
 
 PARENT = """
@@ -25,7 +25,7 @@ time.sleep(float(sys.argv[1]))
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RAYDIST_KEEP_WARM_S", "60")
+    monkeypatch.setenv("RAYDIST_KEEP_WARM_S", KEEP_WARM_S)
     (tmp_path / "parent.py").write_text(PARENT)
 
 
@@ -56,7 +56,7 @@ def test_the_second_command_finds_the_server_of_the_first(tmp_path: Path) -> Non
     assert first.wait() == 0, first.screen
     (server,) = parents(first)
     # on a busy machine it notices later that the command has ended
-    wait_until(lambda: idle_servers(first.tmp) == {server}, "the server waits", 60)
+    wait_until(lambda: idle_servers(first.tmp) == {server}, "the server waits")
     for _ in range(3):  # one that does not answer within CLAIM_S on a busy machine is passed over
         second = again(first, *WORDS)
         assert second.wait() == 0, second.screen
@@ -123,7 +123,7 @@ def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: A
         waiting.update(pid for pid in idle(own_ray) if pid not in before)
         return bool(waiting)
 
-    wait_until(one_waits, "a worker waits", 30)
+    wait_until(one_waits, "a worker waits")
     second = again(first, "script=parent.py", "args=100", "scale=1x2", address=own_ray.address)
     second.wait_until(lambda: bool(parents(second)), "a rank")
     assert waiting & children(own_ray).keys() - idle(own_ray), "no actor began in it"
@@ -131,9 +131,8 @@ def test_the_next_actor_begins_in_a_worker_that_waits(tmp_path: Path, own_ray: A
     assert second.wait() == 143
     assert len(parents(first) | parents(second)) == 1
     own_ray.shutdown()
-    assert (
-        remaining_processes(str(first.tmp), within=30) == []
-    )  # the driver's server too: its run was on this Ray
+    # the driver's server too: its run was on this Ray
+    assert remaining_processes(str(first.tmp)) == []
     assert [path for path in server_folders(first.tmp) if not path.endswith("-warm")] == []
 
 
@@ -147,9 +146,13 @@ def test_the_nodes_of_a_ray_keep_theirs_until_it_ends(tmp_path: Path, own_ray: A
     assert second.wait() == 0, second.screen
     assert parents(second) == parents(first)
     (server,) = parents(first)
-    listed = again(first, address=own_ray.address, module="raydist.tools.warm")
-    assert listed.wait() == 0, listed.screen
-    assert re.search(rf" {server} .* MiB  waits$", listed.screen, re.MULTILINE), listed.screen
+
+    def is_listed() -> bool:
+        listed = again(first, address=own_ray.address, module="raydist.tools.warm")
+        assert listed.wait() == 0, listed.screen
+        return bool(re.search(rf" {server} .* MiB  waits$", listed.screen, re.MULTILINE))
+
+    wait_until(is_listed, lambda: f"{server} waits:\n{first.screen}")
     own_ray.shutdown()
     assert ended(server)
     again(first, "--end", module="raydist.tools.warm").wait()  # the driver's own

@@ -42,7 +42,7 @@ def job(config, fault="none"):
             return
         time.sleep(0.05)
 """
-WORDS = ("job=job.py", "scale=1x2", "watch.progress=lines", "hang.after_s=1")
+WORDS = ("job=job.py", "scale=1x2", "watch.progress=lines")
 
 
 class Webhook:
@@ -119,8 +119,8 @@ def test_a_hang_that_fails_the_run_is_told_and_the_url_is_nowhere(
     there: Path, webhook: Webhook, ray_address: str
 ) -> None:
     """Neither in the run folder, of which its page is made, nor on the screen."""
-    words = (*WORDS, "job.args.fault=stop", "restart=none", f"notify.webhook={webhook.url}")
-    run = Program(there, *words, address=ray_address)
+    words = ("job.args.fault=stop", "restart=none", f"notify.webhook={webhook.url}")
+    run = Program(there, *WORDS, "hang.after_s=1", *words, address=ray_address)
     assert run.wait(600) == 1, run.screen
     assert run.leftovers() == []
     hung, failed = webhook.heard

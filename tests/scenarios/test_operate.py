@@ -28,6 +28,7 @@ from tests.programs import Program
 from tests.rig import requires_root
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.timeout(900)
 ODD = """
     import ctypes, os, signal, time
     import torch
@@ -80,7 +81,7 @@ FIT = """
 """
 
 
-def operate(folder: Path, *words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def operate(folder: Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Type `raydist WORDS` in a folder."""
     return subprocess.run(
         [sys.executable, "-m", "raydist.cli", *words],
@@ -121,7 +122,11 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     words = ("script=odd.py", "scale=1x4", "hang.end=false", "group=inline")
     program = Program(folder, *words, alone=True)
     program.wait_until(lambda: program.screen.count("has met the others") == 4, "the ranks")
-    program.wait_until(lambda: rows(folder)[3]["state"].startswith("stopped"), "the stopped rank")
+
+    def stopped() -> bool:
+        return any(row["state"].startswith("stopped") for row in rows(folder)[3:])
+
+    program.wait_until(stopped, "the stopped rank")
     yield program
     program.process.kill()
     program.process.wait()
@@ -142,12 +147,19 @@ def test_ranks_says_where_each_rank_is_and_what_it_does(odd: Program) -> None:
 
 
 def test_stacks_says_where_each_odd_rank_is_and_how_it_knows(odd: Program) -> None:
-    done = operate(odd.folder, "stacks")
-    assert done.returncode == 0, done.stderr
-    groups = {
-        lines[0].partition(":")[0]: lines
-        for lines in map(str.splitlines, re.split(r"\n(?=ranks? |all )", done.stdout))
-    }
+    groups: dict[str, list[str]] = {}
+
+    def answered() -> bool:
+        """Ask again where a rank that lacked the CPU has not answered by its thread in time."""
+        done = operate(odd.folder, "stacks")
+        assert done.returncode == 0, done.stderr
+        groups.clear()
+        for lines in map(str.splitlines, re.split(r"\n(?=ranks? |all )", done.stdout)):
+            groups[lines[0].partition(":")[0]] = lines
+        by_thread = ("rank 0", "rank 1")
+        return all("by a thread" in "\n".join(groups.get(rank, [])) for rank in by_thread)
+
+    wait_until(answered, lambda: str(groups))
     assert groups.keys() == {"rank 0", "rank 1", "rank 2", "rank 3", "all threads"}
     assert next(iter(groups)) == "rank 3"  # the one that is stopped
     pid = odd.events("began")[3]["pid"]
@@ -165,7 +177,7 @@ def test_stacks_says_where_each_odd_rank_is_and_how_it_knows(odd: Program) -> No
     assert "by a signal's handler" in said["rank 2"]
     assert "stack written" not in said["rank 3"]
     assert "waits in all_reduce of [[3]]" in said["rank 0"]
-    (event,) = odd.events("operated")
+    *_, event = odd.events("operated")
     assert event["command"] == "stacks"
     whole = (odd.run_dir / event["file"]).read_text()
     assert "in hold_the_gil" in whole
@@ -221,10 +233,10 @@ def test_exec_passes_bytes_ctrl_c_and_its_own_end_on(odd: Program, tmp_path: Pat
         file = tmp_path / f"pid-{number}"
         script = f"echo $$ > {file}; exec sleep 3600"
         running = subprocess.Popen([*command, "sh", "-c", script], cwd=odd.folder, env=env)
-        wait_until(partial(written, file), "its pid", 60)
+        wait_until(partial(written, file), "its pid")
         running.send_signal(number)
-        assert running.wait(60) == code
-        assert ended(int(file.read_text()), within=60)
+        assert running.wait(120) == code
+        assert ended(int(file.read_text()))
 
 
 def test_exec_refuses_what_it_can_not_run(
@@ -335,7 +347,7 @@ def test_stop_now_ends_ranks_that_ignore_sigterm_and_who_follows_them(tmp_path: 
     done = operate(tmp_path, "stop", "--now")
     assert done.returncode == 0, done.stderr
     assert program.wait() in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-    assert following.wait(60) == 0, followed.read_text()
+    assert following.wait(120) == 0, followed.read_text()
     assert program.leftovers() == []
 
 
@@ -377,7 +389,7 @@ def debug(folder: Path, typed: str, *words: str) -> str:
         input=typed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("the rank continues\n")
@@ -389,11 +401,12 @@ def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> No
     code = textwrap.dedent(HELD)
     (tmp_path / "held.py").write_text(code)
     line = code.splitlines().index("        breakpoint()") + 1
-    limits = ("hang.after_s=0.5", "hang.limit_s=10", "restart=none")
+    limits = ("hang.after_s=2", "hang.limit_s=10", "restart=none")
     program = Program(tmp_path, "script=held.py", "scale=1x2", "group=inline", *limits)
     program.wait_until(
         lambda: f"rank 1 waits at held.py:{line};" in program.screen, "the breakpoint"
     )
+    hangs = program.events("hang")  # on a busy machine ranks may seem to hang before
     (event,) = program.events("held")
     assert (event["rank"], event["line"], event["function"]) == (1, line, "work")
     file = tmp_path / "held.py"
@@ -412,7 +425,7 @@ def test_breakpoint_waits_for_a_person_and_the_run_goes_on(tmp_path: Path) -> No
     first, second = map(int, re.findall(r"\(rank 0\) (\d+)$", entered, re.MULTILINE))
     assert second == first + 1, entered
     program.wait_for_step(second + 10)
-    assert program.events("hang") == []
+    assert program.events("hang") == hangs
     assert operate(tmp_path, "stop").returncode == 0
     assert program.wait() == 128 + signal.SIGTERM
 
@@ -441,7 +454,7 @@ def test_a_person_who_is_gone_holds_no_rank_and_a_driver_who_is_gone_lists_none(
         person.stdin.flush()
         assert any("42" in line for line in iter(person.stdout.readline, ""))
         person.send_signal(number)
-        person.wait(60)
+        person.wait(120)
         person.stdin.close()
         person.stdout.close()
         program.wait_for_step(program.events("report")[-1]["step"] + 20)
@@ -450,7 +463,7 @@ def test_a_person_who_is_gone_holds_no_rank_and_a_driver_who_is_gone_lists_none(
     done = operate(tmp_path, "ranks", str(program.run_dir))
     assert (done.returncode, done.stdout) == (2, "")
     assert f"pid {program.process.pid}" in done.stderr
-    wait_until(lambda: program.leftovers(0) == [], "its processes", 60)
+    wait_until(lambda: program.leftovers(0) == [], "its processes", 120)
 
 
 def test_stop_of_a_trial_stops_this_one_only(tmp_path: Path, ray_address: str) -> None:

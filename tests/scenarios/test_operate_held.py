@@ -7,9 +7,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.programs import Program
 from tests.scenarios.test_operate import debug, operate
 
+pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 300
 """Limit on the wait for a program on a busy machine."""
 SHORT_S = 20
@@ -74,6 +77,7 @@ def test_a_rank_that_raised_waits_and_then_fails(tmp_path: Path) -> None:
     program = Program(tmp_path, *words, "hang.after_s=0.5", "hang.limit_s=5", "restart=none")
     there = f"rank 1 waits at raises.py:{line};"
     program.wait_until(lambda: there in program.screen, "the exception", LIMIT_S)
+    hangs = program.events("hang")  # on a busy machine ranks may seem to hang before
     time.sleep(7)  # beyond hang.limit_s
     said = debug(tmp_path, "p step, wanted\nup\np step + 1\nn\n")
     assert "ValueError: no such step" in said
@@ -85,7 +89,7 @@ def test_a_rank_that_raised_waits_and_then_fails(tmp_path: Path) -> None:
     (raised,) = program.events("raised")
     assert (raised["rank"], raised["type"]) == (1, "ValueError")
     assert {each["rank"]: each["how"] for each in program.events("ended")}[1] == "raised"
-    assert program.events("hang") == []
+    assert program.events("hang") == hangs
 
 
 def test_the_others_wait_beyond_their_timeout_and_have_it_back_afterwards(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ WORDS = (
 )
 
 
+pytestmark = pytest.mark.timeout(900)
 LIMIT_S = 300
 """Limit on the wait for a program on a busy machine."""
 

@@ -7,7 +7,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ from tests.mpi_programs import (
 )
 from tests.rig import hosts, requires_root
 from tests.rig.network import Rig
+from tests.waiting import wait_until
 
 # All of them: otherwise `make test` would start the hosts for the few quick ones.
-pytestmark = [pytest.mark.root, requires_root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, requires_root, pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPTS = ROOT / "tests" / "scripts"
 LAUNCH = ["python", "-m", "raydist.tools.launch"]
 
@@ -218,7 +218,7 @@ def run_mpi(rig: Rig, home: Path, *words: str, code: int = 0) -> tuple[str, Path
 
 
 def remaining(rig: Rig) -> list[str]:
-    """Return the processes of MPI or of ranks that still run on any host after ten seconds."""
+    """Return the processes of MPI or of ranks that still run on any host after a minute."""
     words = ("mpirun", "prte", "hydra", "mpi_child", "forkserver", ".py")
 
     def find() -> list[str]:
@@ -230,7 +230,7 @@ def remaining(rig: Rig) -> list[str]:
             and "ray" not in line.replace("raydist", "").replace(str(host.folder), "")
         ]
 
-    return poll_until_empty(find, 10)
+    return poll_until_empty(find, 60)
 
 
 @requires_mpi
@@ -274,7 +274,7 @@ def test_its_traffic_goes_where_fabric_interface_says(
     )
     for host, (own, others) in zip(rig.hosts, before, strict=True):
         assert host.bytes("ib0")[1] - own > 4_000_000
-        assert host.bytes("eth0")[1] - others < 2_000_000
+        assert host.bytes("eth0")[1] - others < 4_000_000
 
 
 @requires_mpi
@@ -316,11 +316,12 @@ def test_ctrl_c_ends_it_on_all_hosts(rig: Rig, home: Path) -> None:
     words = [*TRAIN, "script=sum.py", "args=[0,wait]", *APART]
     driver = rig.hosts[0].popen(words, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     logs = [f"runs/sum/*/logs/rank-{rank}.log" for rank in range(6)]
-    until = time.monotonic() + 60
-    while not all(any(path.read_text() for path in home.glob(log)) for log in logs):
+
+    def begun() -> bool:
         assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.1)
+        return all(any(path.read_text() for path in home.glob(log)) for log in logs)
+
+    wait_until(begun, "the ranks", 300)
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(20) == 130
+    assert driver.wait(120) == 130
     assert remaining(rig) == []

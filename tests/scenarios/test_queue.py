@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.programs import HEAD, KEEP_WARM_S, Program
 from tests.scenarios.test_kept_warm import children, idle
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 JOB = '''
 import json, time
@@ -30,15 +31,21 @@ from torch.utils.data import TensorDataset
 import raydist
 
 def job(config):
-    """Train slowly until the file `hurry` exists."""
+    """Train slowly until the file `hurry` exists, and in no step to its end while `hold` does."""
     generator = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(256, 10, generator=generator), torch.randint(3, (256,), generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
 
+    made = 0
+
     def loss(output, target):
+        nonlocal made
+        made += 1  # later steps take longer: it must not end before it is told to hurry
         if not Path("hurry").exists():
-            time.sleep(1)
+            time.sleep(1 if made < 30 else 3)
+        while Path("hold").exists():
+            time.sleep(0.05)
         return nn.functional.cross_entropy(output, target)
 
     raydist.fit(config, train=TensorDataset(inputs, targets), model=model, loss=loss)
@@ -137,7 +144,10 @@ def test_an_urgent_run_takes_the_room_and_the_other_goes_on_exactly(
     low.wait_for_step(3)
     for worker in idle(ray):  # those that Ray started with the node
         os.kill(worker, signal.SIGKILL)
+    (low.folder / "hold").touch()
     urgent = person.train("urgent", "queue.priority=high")
+    waits(urgent, "held by low of")  # it has asked Ray for a worker before it says so
+    (low.folder / "hold").unlink()
     low.wait_until(lambda: bool(low.events("pause")), "the other run makes way")
     urgent.wait_for_step(1)
     waits(low, "held by urgent of")
@@ -200,7 +210,9 @@ def slow_to_open(person: Person, ray: Any, size: str, *words: str) -> Program:
     (person.folder / "loop.py").write_text("def job():\n    return 'done'\n")
     command = ("job=loop.py", f"scale={size}", "scale.keep_warm_s=0", *words)
     run = Program(person.folder, *command, address=ray.address, alone=True)
-    run.wait_until(lambda: bool(agents(ray)), "an agent")
+    while not agents(ray):  # without longer pauses: the ranks begin soon after that
+        assert run.process.poll() is None, run.screen
+        time.sleep(0.1)
     return run
 
 
@@ -266,7 +278,7 @@ def test_a_program_makes_way_only_if_it_may(person: Person) -> None:
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # as if it saved its state\n"
         "print('here', flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     words = (f"script={person.folder}/sleep.py", "scale=1x1", "queue.exempt_s=0")
     stays = person.run("stays", *words)

@@ -14,7 +14,7 @@ from tests.programs import Program
 from tests.scenarios.test_elastic_run import Site, resized, site_of, sizes
 from tests.scenarios.test_operate import operate
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 300
 JOB = """
 import os, time, torch, raydist
@@ -33,9 +33,10 @@ def job(config, dropout=0.1):
     training = raydist.Recoverable(
         config, model=model, optimizer=optimizer, schedule=schedule, order=order
     )
-    for step in training.steps(config.train.steps):
+    for made, step in enumerate(training.steps(config.train.steps)):
         with training.step():
-            time.sleep(0 if os.path.exists("go") else 0.1)
+            # later steps take longer: it must not end before it is told to go
+            time.sleep(0 if os.path.exists("go") else 0.1 if made < 40 else 1)
             chosen = torch.randperm(256, generator=order)[:32]
             mine = chosen[me.rank :: me.world_size]
             loss = cross_entropy(training.model(inputs[mine]), targets[mine])

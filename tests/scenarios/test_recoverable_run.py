@@ -32,6 +32,7 @@ from tests.scenarios.test_restart_run import events, losses
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not connects_anew(), reason="this torch cannot connect ranks anew"),
 ]
 RANKS = 3
@@ -203,17 +204,33 @@ def test_an_own_loop_that_cannot_go_back_alone_begins_anew_on_all_ranks(
     assert not {*first.values()} & {*second.values()}
 
 
+HOLD = """
+
+def hold(step):
+    import os, time
+
+    while step == 400 and not os.path.exists("go"):
+        time.sleep(0.05)
+"""
+"""The run of the page's program must not end before a rank of it is killed."""
+
+
 def test_the_program_of_the_page_keeps_its_processes(tmp_path: Path) -> None:
     section = (ROOT / "docs/faults.md").read_text().partition("### In a loop of your own\n")[2]
     program, command = re.search(  # type: ignore[union-attr]
         r"```python\n(.*?)```\n\n    raydist train (.*?)\n", section, re.DOTALL
     ).groups()
-    (tmp_path / "mine.py").write_text(program)
+    report = "            raydist.report("
+    assert report in program
+    (tmp_path / "mine.py").write_text(program.replace(report, f"            hold(step)\n{report}"))
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(HOLD)
     words = (*command.split(), "watch.progress=none", "train.steps=800")
     run = Program(tmp_path, *words, "group=inline")
     run.wait_for_step(100)
     (victim,) = [each["pid"] for each in run.events("began") if each["rank"] == 1]
     os.kill(victim, signal.SIGKILL)
+    (tmp_path / "go").touch()
     assert run.wait() == 0, run.screen
     (back,) = run.events("restarted")
     # On a busy machine, or in gloo, a rank may be stuck: then it is forked too.

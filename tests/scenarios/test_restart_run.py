@@ -119,8 +119,8 @@ def test_a_run_that_is_struck_ends_as_if_it_had_not_been(
 ) -> None:
     # a stopped rank is named by its state; one that keeps away from the collectives is given up
     # after the limit
-    limits = ("hang.after_s=1", "hang.limit_s=6") if how == "hung" else ()
-    done = train(f"backend={backend}", *limits, struck=(struck,))
+    limits = {"stop": ("hang.after_s=1",), "skip": ("hang.after_s=1", "hang.limit_s=8")}
+    done = train(f"backend={backend}", *limits.get(struck.act, ()), struck=(struck,))
     assert done.status == "finished"
     assert (done.values, losses(done)) == unbroken(backend)
     (end,) = done.restarts
@@ -491,11 +491,11 @@ def test_a_word_that_is_wrong_for_the_ranks_is_not_tried_again(on_ray: Path) -> 
     assert caught.value.result.restarts == ()
 
 
-def program(folder: Path, *words: str) -> Program:
+def program(folder: Path, *words: str, struck: tuple[Fault, ...] = ()) -> Program:
     """Start the same training, but longer, as a person does."""
     (folder / "slow.py").write_text(
-        "import raydist\nfrom tests import faults\n\ndef job(config):\n    "
-        "faults.training(config, pause=0.01)\n"
+        "import raydist\nfrom tests import faults\nfrom tests.faults import Fault\n\n"
+        f"def job(config):\n    faults.training(config, pause=0.01, struck={struck!r})\n"
     )
     return Program(
         folder, "job=slow.py", "scale=1x2", "group=inline", *WORDS, "train.epochs=200", *words
@@ -544,6 +544,7 @@ def test_a_killed_driver_leaves_the_last_state_on_the_disk_and_nothing_else(
 
 
 LATE = """
+import os
 import time
 
 import torch
@@ -556,10 +557,15 @@ import raydist
 class Late(torch.optim.SGD):
     \"\"\"On rank 1 a step takes a while after the weights have changed: rank 0 keeps its state first.\"\"\"
 
+    made = 0
+
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
         if raydist.rank().rank == 1:
             time.sleep(0.3)
+            self.made += 1
+            while self.made == 8 and os.path.exists("hold"):  # it is to be stopped before its end
+                time.sleep(0.05)
 
 
 def job(config):
@@ -651,7 +657,9 @@ def test_a_storm_changes_nothing(tmp_path: Path, on_ray: Path, backend: str) -> 
     whole = train(*words)
     ended: Any = whole.values[0]
     (tmp_path / "storm").mkdir()
-    started = program(tmp_path / "storm", *words)
+    # an attempt must not come to the end of the run before a rank of it is killed
+    waits = tuple(Fault("wait", 0, 30 * count + 45, (count,)) for count in range(kills))
+    started = program(tmp_path / "storm", *words, struck=waits)
     for count in range(kills):
         started.wait_until(partial(back, started, count), "restart")
         started.wait_for_step(30 * (count + 1))

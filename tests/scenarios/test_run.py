@@ -20,6 +20,7 @@ from raydist import events
 from raydist.recovery import deadlines
 from raydist.shared.errors import ConfigError, LaunchError, RunFailed
 from raydist.worker import context
+from tests.leftovers import remaining_placement_groups
 from tests.records import read_events
 from tests.waiting import wait_until
 
@@ -268,7 +269,6 @@ def test_an_error_of_all_ranks_comes_back_as_itself_once_and_nothing_is_left(
     on_ray: Path,
 ) -> None:
     import ray
-    from ray.util.placement_group import placement_group_table
 
     with pytest.raises(RunFailed) as caught:
         raydist.run(raise_value_error, "scale=1x4", QUIET)
@@ -278,7 +278,7 @@ def test_an_error_of_all_ranks_comes_back_as_itself_once_and_nothing_is_left(
     assert "entry.py" not in told
     assert told.count("ValueError: bad thing") <= 2  # the cause, and its traceback's last line
     raydist.run(lambda: None, "scale=1x2", QUIET)  # a good run leaves nothing either
-    assert {row["state"] for row in placement_group_table().values()} <= {"REMOVED"}
+    assert remaining_placement_groups() == []
     wait_until(lambda: ray.available_resources().get("CPU") == 4, "all CPUs are free")
 
 

@@ -46,7 +46,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         wait_until(lambda: os.path.ismount(folder))
         yield folder
         subprocess.run(["umount", "--lazy", folder], check=True)
-        server.wait(30)
+        server.wait(120)
 
 
 def train(storage: Path, *words: str, struck: tuple[Fault, ...] = (), on_event: Any) -> Result[Any]:

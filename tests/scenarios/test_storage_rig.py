@@ -10,7 +10,7 @@ import pytest
 
 from tests.rig import Host, Rig, hosts, requires_root
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
+pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.timeout(900), requires_root]
 ROOT = Path(__file__).parents[2]
 ENV = {"PYTHONPATH": str(ROOT)}
 WORDS = ("job=digits", "train.epochs=1", "scale=2x1", "watch.progress=none")
@@ -31,7 +31,7 @@ def train(rig: Rig, folder: Path, *words: str) -> subprocess.CompletedProcess[st
         env=env,
         cwd=folder,
         check=False,
-        timeout=150,
+        timeout=400,
     )
 
 

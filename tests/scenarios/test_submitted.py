@@ -55,7 +55,7 @@ def test_a_run_goes_on_while_its_program_does_and_shows_its_events(
             with pytest.raises(TimeoutError, match=r"has not ended after 0\.01 s"):
                 run.result(timeout=0.01)
             go.touch()
-    done = run.result(timeout=60)
+    done = run.result(timeout=250)
     assert run.done()
     assert done.status == "finished"
     assert len(done.values) == ranks
@@ -80,10 +80,10 @@ def test_a_failure_and_a_wrong_setting_are_those_of_run(on_ray: Path) -> None:
 
     with pytest.raises(raydist.RunFailed, match="not today"):
         raydist.submit(fail, "scale=1x2", QUIET).result()
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     with pytest.raises(raydist.ConfigError, match="scale=nonsense"):
         raydist.submit(fail, "scale=nonsense")
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before
 
 
 def test_a_block_waits_for_its_run_and_stops_it_if_it_raises(on_ray: Path) -> None:
@@ -152,7 +152,7 @@ def test_two_runs_of_a_program_share_its_connection(
     env |= {"RAY_ADDRESS": ray_address} if joins else {}
     words = [sys.executable, "both.py", group]
     done = subprocess.run(
-        words, cwd=tmp_path, env=env, check=False, capture_output=True, text=True, timeout=120
+        words, cwd=tmp_path, env=env, check=False, capture_output=True, text=True, timeout=250
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "('a',) ('b',) wait_for\nFalse\n"

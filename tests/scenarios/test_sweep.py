@@ -6,9 +6,11 @@ from __future__ import annotations
 import csv
 import json
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,6 +19,7 @@ from bench import gangs
 from raydist.shared.errors import ConfigError, RunFailed
 from raydist.shared.kinds import EventJson
 from raydist.sweeps.flow import SweepResult
+from tests import faults
 from tests.faults import Fault, kill, training
 from tests.programs import Program
 from tests.records import read_events
@@ -25,7 +28,7 @@ from tests.scenarios.test_restart_run import small_disk  # noqa: F401
 with suppress(ImportError):
     import optuna  # noqa: F401 - it keeps the frames of what imports it first, and all that they hold
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 RATES = "optim.lr=0.001,0.3,0.03,0.003,0.1,0.01"
 WORDS = ("scale=1x2", "backend=gloo", "train.epochs=3", "train.steps=48", "watch.progress=none")
 PROGRAM = """
@@ -46,6 +49,16 @@ def job(config):
 
     raydist.fit(config, train=TensorDataset(x, x.sum(1, keepdim=True)), loss=loss, model=model)
 """
+HELD = (
+    PROGRAM.replace("import time", "import os, time")
+    .replace("import raydist\n", "import raydist\nfrom raydist.worker import context\n")
+    .replace(
+        "time.sleep(0.01)",
+        "held = os.path.exists(f'THERE/hold-{raydist.rank().run_dir.name}')\n"
+        "        time.sleep(0.5 if held and context.current().step >= 20 else 0.01)",
+    )
+)
+"""The same, whose steps after the 20th take long while there is a file for the trial."""
 
 
 def events(folder: Path, *kinds: str) -> list[EventJson]:
@@ -62,10 +75,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 def most_at_a_time(done: SweepResult) -> int:
     """Return the largest number of trials that had ranks at the same time."""
-    marks = []
+    marks, gone = [], 0.0
     for trial in done.trials:
-        for each in events(done.dir / trial.dir, "plan", "result"):
-            marks.append((each["t"], 1 if each["kind"] == "plan" else -1))
+        for each in events(done.dir / trial.dir, "plan", "ended", "result"):
+            if each["kind"] == "ended":
+                gone = each["t"]
+            else:  # the next trial may have the slots before the result is written
+                marks.append((each["t"], 1) if each["kind"] == "plan" else (gone, -1))
     return max(sum(step for _, step in sorted(marks)[: n + 1]) for n in range(len(marks)))
 
 
@@ -88,8 +104,19 @@ def states(done: SweepResult | Path) -> dict[int, str]:
 
 
 def test_asha_pauses_and_promotes_and_the_best_equals_the_same_run_alone(on_ray: Path) -> None:
+    def judged(config: Any) -> dict[str, Any]:
+        """Train; steps after the first milestone take long until the sweep lets the trial go on."""
+        record = raydist.rank().run_dir / "trial.json"
+
+        def strike(step: int) -> None:
+            if step > 16 and not json.loads(record.read_text())["passed"]:
+                time.sleep(0.1)
+
+        with mock.patch.object(faults, "strike", strike):
+            return training(config)
+
     done = raydist.sweep(
-        training,
+        judged,
         RATES,
         "sweep.objective=min:test_loss",
         "sweep.prune=asha",
@@ -121,7 +148,7 @@ def test_asha_pauses_and_promotes_and_the_best_equals_the_same_run_alone(on_ray:
     assert float(table[best.number]["test_loss"]) == best.values["test_loss"]
 
     more = raydist.sweep(
-        training, f"sweep.resume={done.dir}", "sweep.prune=none", "watch.progress=none"
+        judged, f"sweep.resume={done.dir}", "sweep.prune=none", "watch.progress=none"
     )
     assert {trial.state for trial in more.trials} == {
         "finished",
@@ -135,7 +162,7 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
     tmp_path: Path, ray_address: str, on_ray: Path
 ) -> None:
     pytest.importorskip("optuna")
-    (tmp_path / "slow.py").write_text(PROGRAM)
+    (tmp_path / "slow.py").write_text(HELD.replace("THERE", str(tmp_path)))
     space = ("optim.lr=tag(log,interval(0.001,0.3))", "sweep.sampler=tpe", "sweep.trials=4")
     common = (*space, "sweep.objective=min:loss", *WORDS)
     unbroken = raydist.sweep("slow.py", *common)
@@ -158,10 +185,14 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
             each.get("step", 0) >= step for each in events(path.parent, "report")
         )
 
+    for number in (0, 1):
+        (tmp_path / f"hold-{number}").touch()
     first = started(*words)
-    first.wait_until(lambda: at(1, 20), "step 20 of trial 1")
+    first.wait_until(lambda: at(1, 20), "step 20 of trial 1", 300)
     first.signal(signal.SIGINT)
     assert first.wait() == 130, first.screen
+    for number in (0, 1):
+        (tmp_path / f"hold-{number}").rename(tmp_path / f"hold-{number + 2}")
     assert "stopped" in states(folder).values()
     assert list((folder / "1").glob("checkpoints/step-*/meta.json"))
 
@@ -172,15 +203,17 @@ def test_a_sweep_that_is_stopped_and_killed_and_gone_on_with_equals_an_unbroken_
         in forgotten.screen
     )
     second = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
-    second.wait_until(lambda: at(3, 20), "step 20 of trial 3")
+    second.wait_until(lambda: at(3, 20), "step 20 of trial 3", 300)
     second.signal(signal.SIGKILL)
     second.wait()
+    for number in (2, 3):
+        (tmp_path / f"hold-{number}").unlink()
     assert "running" in {
         json.loads(path.read_text())["state"] for path in folder.glob("*/trial.json")
     }
 
     third = started(f"sweep.resume={folder}", "watch.progress=none", *secrets)
-    assert third.wait() == 0, third.screen
+    assert third.wait(300) == 0, third.screen
     assert set(states(folder).values()) == {"finished"}
     records = [
         json.loads((folder / trial.dir / "trial.json").read_text()) for trial in unbroken.trials

@@ -73,14 +73,16 @@ def test_failed_trials_end_a_sweep_and_importance_comes_before(
         "scale=1x1", "sweep.max_failures=2", *COMMON, f"hydra.sweep.dir={tmp_path}/one_sweep",
     )  # fmt: skip
     done.wait_until(
-        lambda: bool(summary(tmp_path).get("importance")), "importance of the settings", 300
+        lambda: bool(summary(tmp_path).get("importance")) and states(tmp_path)[4:] == ["running"],
+        "importance of the settings, and trial 4",
+        300,
     )
     now = summary(tmp_path)
     assert now["state"] == "running"
     assert states(tmp_path) == [*["finished"] * 4, "running"]
     assert now["importance"]["job.args.factor"] > 0.5
     (tmp_path / "go").touch()
-    assert done.wait() == 1, done.screen
+    assert done.wait(300) == 1, done.screen
     assert states(tmp_path) == [*["finished"] * 4, "failed", "failed"]
     assert summary(tmp_path)["importance"] == now["importance"]
     (line,) = [each for each in done.screen.splitlines() if "trials have failed" in each]
@@ -99,7 +101,7 @@ def test_failed_trials_end_a_sweep_and_importance_comes_before(
     more = sweep(
         tmp_path, ray_address, f"sweep.resume={tmp_path}/one_sweep", "sweep.max_failures=9"
     )
-    assert more.wait() == 0, more.screen
+    assert more.wait(300) == 0, more.screen
     assert states(tmp_path) == [*["finished"] * 4, *["failed"] * 4]
 
 

@@ -16,14 +16,15 @@ import pytest
 
 from raydist.watch.trackers import Ledger
 from tests import trackers
-from tests.browser import PATIENCE_S, Browser, needs_chromium
+from tests.browser import Browser, needs_chromium
 from tests.programs import Program
 from tests.scenarios.test_track import ledger
 from tests.scenarios.test_watch_page import DRAWN, assert_only_local, status_of, watching
 from tests.scenarios.test_watch_rig import first_event
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+PATIENCE_S = 300.0
 TRACKERS = ("tensorboard", "mlflow", "wandb", "trackio")
 JOB = """
 import os, time
@@ -65,7 +66,7 @@ def swept(ray_address: str) -> Iterator[Swept]:
                  "sweep.objective=min:loss", f"hydra.sweep.dir={folder}", "watch.page=true"]  # fmt: skip
         track = [] if trackers.MISSING else [f"track=[{','.join(TRACKERS)}]"]
         program = Program(there, *words, *track, address=ray_address, module="raydist.tools.sweep")
-        program.wait_until(lambda: "page  http" in program.screen, "link")
+        program.wait_until(lambda: "page  http" in program.screen, "link", PATIENCE_S)
         (link,) = re.findall(r"page  (http\S+)", program.screen)
         _, running = first_event(f"{link}trials", both_wait)
         # On a busy machine a tracker starts slower than the 30 s that it has after the end of a run.
@@ -76,7 +77,7 @@ def swept(ray_address: str) -> Iterator[Swept]:
         _, last = first_event(
             f"{link}trials", lambda name, news: name == "sweep" and news["state"] == "finished"
         )
-        assert program.wait() == 0, program.screen
+        assert program.wait(PATIENCE_S) == 0, program.screen
         yield Swept(folder, running, last, env)
 
 
@@ -157,6 +158,11 @@ def test_the_page_of_a_sweep_in_a_browser(swept: Swept) -> None:
 
 def look_at(browser: Browser) -> None:
     """Hold the three views of the trials against what they did."""
+    # The curves that have come so far may lack trials, or steps.
+    numbers = "Array.from(column).filter(Number.isFinite).length"
+    browser.wait_until(
+        f"raydist.plot?.data.length == 4 && raydist.plot.data.every((column) => {numbers} == 40)"
+    )
     rows = browser.value(
         "[...document.querySelectorAll('#trials tbody tr')].map((row) => row.innerText)"
     )

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +28,7 @@ import raydist
 from raydist.reporting.result import Result
 from raydist.shared import kinds
 from raydist.shared.errors import ConfigError, RunFailed
+from raydist.shared.kinds import Event
 from raydist.worker import context
 from tests import trackers
 from tests.faults import Fault, kill, training, two_trainings
@@ -76,12 +77,30 @@ def ledger(folder: Path, name: str) -> Any:
     return json.loads((folder / "track" / f"{name}.json").read_text())
 
 
-def has_begun(folder: Path, name: str) -> bool:
-    """Return whether a tracker has a run for this one."""
-    return (folder / "track" / f"{name}.json").exists() and bool(ledger(folder, name).get("id"))
+def opened(program: Program) -> bool:
+    """Return whether each tracker has opened its run."""
+    lines = [event["text"] for event in program.events("track")]
+    return {*TRACKERS} <= {line.partition(" ")[0] for line in lines}
+
+
+def go_once_opened(*names: str) -> Callable[[Event], None]:
+    """Return a reader that creates `go`, for which ranks wait, once these trackers have opened.
+
+    On a busy machine that takes longer than the time that they have after the end of a run.
+    """
+    missing = {*names}
+
+    def read(event: Event) -> None:
+        if isinstance(event, kinds.Track):
+            missing.discard(event.text.partition(" ")[0])
+            if not missing:
+                Path("go").touch()
+
+    return read
 
 
 @trackers.requires_trackers
+@pytest.mark.timeout(900)
 def test_each_step_once_whoever_is_killed(
     tmp_path: Path, stores: dict[str, str], monkeypatch: Any
 ) -> None:
@@ -91,18 +110,19 @@ def test_each_step_once_whoever_is_killed(
              "env.API_KEY=hidden", "watch.progress=none", ALL)  # fmt: skip
     first = Program(tmp_path, *words)
     first.wait_for_step(20)
-    # a tracker takes seconds to begin, or many where the machine is busy
+    # a tracker takes seconds to begin, or many where the machine is busy: the job waits for `go`,
+    # so that the run does not end before
+    first.wait_until(lambda: opened(first), "the trackers")
     before = first.run_dir
-    begun = "the trackers have begun"
-    wait_until(lambda: all(has_begun(before, name) for name in TRACKERS), begun, 120)
     first.signal(signal.SIGKILL)
     first.wait()
-    (tmp_path / "go").touch()  # the job waits for it, so that the run does not end before
     # the trackers say what has become of it, and are gone
     assert first.leftovers() == []
     assert trackers.read("mlflow", ledger(before, "mlflow")["id"], env=stores)["status"] == "KILLED"
 
     again = Program(tmp_path, *words, "resume=auto")
+    again.wait_until(lambda: again.run_dir != before and opened(again), "the trackers again")
+    (tmp_path / "go").touch()
     assert again.wait() == 0, again.screen
     after = again.run_dir
     assert after != before
@@ -157,7 +177,10 @@ def test_each_step_once_whoever_is_killed(
 def test_a_failed_run_is_no_finished_one(tmp_path: Path, stores: dict[str, str]) -> None:
     """In W&B; MLflow's end of a failed trial is in tests/scenarios/test_sweep_watched.py."""
     with pytest.raises(RunFailed) as caught:
-        run(tmp_path, "track=[wandb]", "restart=none", struck=(Fault("raise", 1, 3),))
+        run(
+            tmp_path, "track=[wandb]", "restart=none",
+            struck=(Fault("wait", 0, 1), Fault("raise", 1, 3)), on_event=go_once_opened("wandb"),
+        )  # fmt: skip
     facts = trackers.read("wandb", str(caught.value.result.dir), env=stores)
     assert facts["status"] == [1]
     assert "rank 1" in facts["culprit"]
@@ -169,7 +192,8 @@ def test_each_fit_of_a_job_has_its_own_curves(tmp_path: Path, stores: dict[str, 
     """Steps of the second fit that the first had too were dropped."""
     done = raydist.run(
         two_trainings, f"hydra.run.dir={tmp_path}/run", "scale=1x2", "group=inline",
-        "data.batch_size=8", "watch.progress=none", "track=[tensorboard,wandb]", struck=(kill(0, 7),),
+        "data.batch_size=8", "watch.progress=none", "track=[tensorboard,wandb]",
+        struck=(Fault("wait", 0, 3), kill(0, 7)), on_event=go_once_opened("tensorboard", "wandb"),
     )  # fmt: skip
     assert not done.warnings
     for words in (["tensorboard", ledger(done.dir, "tensorboard")["id"]], ["wandb", str(done.dir)]):
@@ -178,10 +202,15 @@ def test_each_fit_of_a_job_has_its_own_curves(tmp_path: Path, stores: dict[str, 
         assert [step for step, _ in curves["fit2/loss"]] == [*range(1, 11)], words
 
 
-def run(folder: Path, *words: str, struck: tuple[Fault, ...] = ()) -> Result[Any]:
+def run(
+    folder: Path,
+    *words: str,
+    struck: tuple[Fault, ...] = (),
+    on_event: Callable[[Event], None] | None = None,
+) -> Result[Any]:
     return raydist.run(
         training, f"hydra.run.dir={folder}/run", "scale=1x2", "group=inline", "train.epochs=1", "data.batch_size=16",
-        "watch.progress=none", *words, struck=struck,
+        "watch.progress=none", *words, struck=struck, on_event=on_event,
     )  # fmt: skip
 
 
@@ -205,7 +234,7 @@ def test_a_tracker_that_cannot_costs_one_warning(
         ]
         killed.kill()
         wait_until(
-            lambda: list((tmp_path / "run" / "wandb").glob("offline-run-*")), "W&B's first file", 60
+            lambda: list((tmp_path / "run" / "wandb").glob("offline-run-*")), "W&B's file", 200
         )
 
     (tmp_path / "run").mkdir()
@@ -242,7 +271,11 @@ def test_a_tracker_that_cannot_costs_one_warning(
         if event["kind"] == "track"
     ]
     assert any("mlflow" in text and "waits up to 6 s" in text for text in texts)
-    assert not [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
+
+    def left() -> list[str]:
+        return [line for line in processes_of(stores["TMPDIR"]) if "fork_server" not in line]
+
+    wait_until(lambda: not left(), lambda: str(left()))
     assert list((done.dir / "wandb").glob("offline-run-*"))
 
 
@@ -255,6 +288,7 @@ def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
             raydist.report(step=step, loss=1.0 / step)
             if step == 2:
                 context.emit_event(kinds.Report(rank=0, step="two", values={"loss": 9.0}))  # type: ignore[arg-type]
+        wait_until(Path("go").exists, "the tracker", 200)
 
     words = (
         "scale=1x1",
@@ -263,7 +297,8 @@ def test_an_event_that_nobody_understands_costs_one_warning_of_each_reader(
         "watch.every_s=0.001",
         "track=[tensorboard]",
     )
-    done = raydist.run(job, f"hydra.run.dir={tmp_path}/run", *words)
+    where = f"hydra.run.dir={tmp_path}/run"
+    done = raydist.run(job, where, *words, on_event=go_once_opened("tensorboard"))
     assert done.status == "finished"
     result = trackers.read("tensorboard", ledger(done.dir, "tensorboard")["id"], env=stores)
     assert [step for step, _ in result["curves"]["loss"]] == [1, 2, 3]

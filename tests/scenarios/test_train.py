@@ -57,7 +57,7 @@ def test_the_main_job_with_no_arguments_starts_ray_trains_and_leaves_nothing(
 
 
 def assert_stopped_in_order(program: Program, number: signal.Signals) -> None:
-    assert program.wait(30) == 128 + number
+    assert program.wait() == 128 + number
     assert program.result()["status"] == "stopped"
     assert program.result()["signal"] == number
     assert number.name in program.screen
@@ -89,9 +89,9 @@ def test_a_sigterm_for_the_whole_group_ends_the_run_in_order_too(tmp_path: Path)
 
 def test_a_sigterm_before_any_rank_leaves_nothing(tmp_path: Path, ray_address: str) -> None:
     program = Program(tmp_path, *LONG, address=ray_address)
-    wait_until(lambda: list(tmp_path.glob("runs/*/*/events.jsonl")), "a run folder", 60)
+    wait_until(lambda: list(tmp_path.glob("runs/*/*/events.jsonl")), "a run folder")
     program.signal(signal.SIGTERM)
-    assert program.wait(60) == 143
+    assert program.wait() == 143
     assert program.leftovers() == []
 
 
@@ -103,10 +103,10 @@ def test_a_driver_killed_with_sigkill_leaves_no_process_behind(
     program.wait_for_step(20)
     pids = [happened["pid"] for happened in program.events("began")]
     program.signal(signal.SIGKILL)
-    program.wait(30)
+    program.wait()
     wait_until(lambda: not any(map(alive, pids)), "all ranks have ended")
     if local:
-        assert program.leftovers(within=40) == []
+        assert program.leftovers() == []
 
 
 def test_what_a_killed_driver_had_not_heard_is_recalled_from_the_checkpoint(

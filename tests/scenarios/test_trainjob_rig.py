@@ -86,7 +86,7 @@ def test_the_pods_of_a_trainjob_train_also_after_the_first_one_was_replaced(rig:
         first.kill()  # the container ends, with Ray in it
         first.boot()
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(120) == 143
+    assert worker.wait(300) == 143
 
 
 def test_the_exit_code_of_a_wrong_setting_is_that_which_is_not_repeated(rig: Rig) -> None:

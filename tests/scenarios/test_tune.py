@@ -74,7 +74,7 @@ def test_a_run_inside_ray_tune_releases_what_it_holds_also_when_it_fails(on_ray:
         held = {each["state"] for each in placement_group_table().values()} - {"REMOVED"}
         return not held and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
-    wait_until(released, "all CPUs are free, and no placement group is left", 60)
+    wait_until(released, "all CPUs are free, and no placement group is left", 200)
 
 
 def test_ray_tune_runs_a_job_file_as_the_page_shows(on_ray: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_resources_of_a_trial_that_was_killed_are_free_for_the_next(on_ray: 
     class Trial:
         def run(self, killed: bool) -> Sequence[Any]:
             os.chdir(on_ray)
-            words = (f"scale=1x{cpus}", "backend=gloo", "restart=none", "scale.wait_s=60")
+            words = (f"scale=1x{cpus}", "backend=gloo", "restart=none", "scale.wait_s=200")
             return raydist.run(strike, *words, args=(os.getpid() if killed else 0,)).values
 
     actor: Any = ray.remote(num_cpus=0)(Trial)

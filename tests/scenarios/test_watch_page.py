@@ -60,7 +60,7 @@ def watching(folder: Path, *words: str) -> Iterator[str]:
 def status_of(url: str) -> tuple[int, bytes]:
     """Return the status and the body of an answer."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as reply:
+        with urllib.request.urlopen(url, timeout=120) as reply:
             return reply.status, reply.read(100)
     except urllib.error.HTTPError as error:
         return error.code, error.read()

@@ -378,6 +378,23 @@ WORDS = (
 )
 
 
+HELD = """
+import os, time
+import torch
+import raydist
+
+def hold(step, values):
+    while step == 30 and not os.path.exists("THERE/go"):
+        time.sleep(0.05)
+
+def job(config):
+    data = torch.utils.data.TensorDataset(torch.randn(1408, 4), torch.randint(2, (1408,)))
+    net, loss = torch.nn.Linear(4, 2), torch.nn.functional.cross_entropy
+    raydist.fit(config, model=net, train=data, test=data, loss=loss, on_step=hold)
+"""
+"""A job that waits after its first checkpoint; an epoch has 22 steps."""
+
+
 def started(folder: Path, s3: Store, *words: str, address: str | None = None) -> Program:
     """Start a run whose credentials come from a file: the processes of the cluster have none."""
     folder.mkdir(exist_ok=True)
@@ -428,13 +445,15 @@ def test_a_bucket_that_is_not_there_starts_nothing(s3: Store, tmp_path: Path) ->
 
 @pytest.mark.ray
 def test_a_run_outlives_its_bucket(tmp_path: Path, ray_address: str) -> None:
+    (tmp_path / "held.py").write_text(HELD.replace("THERE", str(tmp_path)))
     with store() as lost:
-        run = started(tmp_path, lost, "train.epochs=8", address=ray_address)
+        run = started(tmp_path, lost, "job=held.py", "train.epochs=8", address=ray_address)
         run.wait_until(
             lambda: any(tmp_path.glob("runs/*/*/events.jsonl")) and bool(run.events("saved")),
             "checkpoint",
         )
         lost.stop()
+        (tmp_path / "go").touch()
         assert run.wait() == 0, run.screen
     result = run.result()
     assert any("could not be written to s3://bucket/made" in text for text in result["warnings"]), (

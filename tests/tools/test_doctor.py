@@ -155,7 +155,7 @@ def test_a_healthy_ray_of_one_node_is_fine(ray_address: str, tmp_path: Path) -> 
     env = {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "raydist.tools.doctor", "--json", "scale=1x2"]
     done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -185,7 +185,7 @@ def test_a_job_that_never_gets_its_nodes_is_a_finding(ray_address: str, tmp_path
         assert holder.stdout.readline() == "held\n"
         command = [sys.executable, "-m", "raydist.tools.doctor", "scale=1x4", "scale.wait_s=1"]
         done = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280
         )
         holder.kill()
     assert done.returncode == 1
@@ -240,7 +240,7 @@ def rounds(
             for each in plan.nodes
         )
         cast("Any", gang).nodes = SimpleNamespace(failed_imports=lambda slot: {})
-        Rounds(job, gang, report, 5.0, probe).make()
+        Rounds(job, gang, report, 30.0, probe).make()
     return report
 
 
@@ -288,8 +288,10 @@ def test_a_node_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(Checkup, "handle", handle)
     monkeypatch.setattr(doctor_rounds, "ANSWER_S", 0.2)
     report = rounds(tmp_path, ["127.0.0.1", "127.0.0.2"])
-    assert findings_of(report, "launch") == [("fail", ("host0", "host1"))]
-    assert "no answer within 0.2 s" in report.findings[0].text
+    # other questions may take as long on a busy machine
+    (finding,) = [each for each in report.findings if "'look'" in each.text]
+    assert (finding.check, finding.level, finding.nodes) == ("launch", "fail", ("host0", "host1"))
+    assert "no answer within 0.2 s" in finding.text
 
 
 @pytest.mark.usefixtures("_no_library_is_tried")

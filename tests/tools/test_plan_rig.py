@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.records import read_events
 from tests.rig import Host, Rig, hosts, requires_root
 
-pytestmark = [pytest.mark.root, pytest.mark.ray, requires_root]
+pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.timeout(900), requires_root]
 JOB = "import raydist\n\ndef job(config):\n    raydist.report(step=1, loss=1.0)\n"
 BUSY = """
 import sys

@@ -18,13 +18,14 @@ from torch.utils.data import TensorDataset
 import raydist
 from raydist.settings.config import Job, Optim, Parallel, Train
 from raydist.training.gpt import GPT
+from tests import ranks as rank_processes
 from tests.losses import next_token
 from tests.ranks import run_ranks, succeeded
 from tests.training.test_loss_chunks import right, rows
 from tests.training.test_own_loss import Rows
 from tests.training.test_parallel import BASE, common_losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TASK = replace(BASE, optim=Optim("sgd", lr=0.5), train=Train(steps=4, grad_norm=True))
 SIZES: Any = {"width": 32, "heads": 4, "kv_heads": 2, "hidden": 96}
 
@@ -139,6 +140,7 @@ def test_generated_code_gives_the_same_losses(
 ) -> None:
     """On one rank: each rank generates it anew. Without what only costs time here: programs that
     try which vectors the CPU has, and processes beside the rank that compile."""
+    monkeypatch.setattr(rank_processes, "WAIT_S", 750)  # the longest of all
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     more = {"accumulate": 2, "loss_per": "token"}

@@ -241,7 +241,7 @@ def test_gloos_threads_end_with_the_process_group(tmp_path: Path) -> None:
         "train.steps=2",
     ]
     done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("left: []") == 2, done.stdout
