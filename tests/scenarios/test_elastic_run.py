@@ -321,8 +321,10 @@ def test_a_lost_node_keeps_no_other_run_from_being_placed(
     lost = next(node for node in site.added if node.node_id in used)
     site.remove(lost)
     run.wait_until(lambda: bool(run.events("wait", "resize")), "a wait for a node, or a resize")
-    ended(site.start(other / "next", "scale=1x1", "scale.cpus=0.5"))
-    ended(half)
+    following = site.start(other / "next", "scale=1x1", "scale.cpus=0.5")
+    for each in (following, half):
+        (each.folder / "go").touch()
+        assert each.wait() == 0, each.screen
     site.add()
     run.wait_until(lambda: bool(run.events("restarted")), "a restart")
     ended(run)
