@@ -95,7 +95,7 @@ def lost_bundles(groups: Groups) -> list[int]:
     ]
 
 
-def drop(groups: Groups, bundle: int) -> None:
+def drop_bundle(groups: Groups, bundle: int) -> None:
     """Forget a bundle, and remove its placement group if that has no other one of the run."""
     from ray.util.placement_group import remove_placement_group
 
@@ -104,10 +104,10 @@ def drop(groups: Groups, bundle: int) -> None:
         remove_placement_group(group)
 
 
-def drop_all(groups: Groups) -> None:
+def drop_bundles(groups: Groups) -> None:
     """Remove all placement groups."""
     for bundle in list(groups):
-        drop(groups, bundle)
+        drop_bundle(groups, bundle)
 
 
 def _tables(groups: Groups) -> dict[Any, Any]:

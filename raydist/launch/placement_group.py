@@ -33,7 +33,7 @@ from raydist.shared.outcome import End, Slow
 
 T = TypeVar("T")
 WAIT_S = 1
-"""Seconds of one wait for the placement group; an integer, because Ray truncates fractions."""
+"""Seconds after which a wait for room is reported; an integer, because Ray truncates fractions."""
 PLACE_S = 2
 """Longest wait for a placement on nodes that had room a moment ago."""
 
@@ -96,7 +96,7 @@ def placed_group(
         finally:
             if actors is not None:
                 actors.kill_all()
-                bundles.drop_all(actors.groups)
+                bundles.drop_bundles(actors.groups)
             elif held is not None:
                 remove_placement_group(held)
 
@@ -155,11 +155,12 @@ class RayHosts(Hosts):
             self.turn.note_size(held, self.standby.spare_nodes())
             return plan
         before = self._actors.plan
-        waiting = Waiting(self._job.scale.wait_s, self._events)
+        waiting, began = Waiting(self._job.scale.wait_s, self._events), time.monotonic()
         while len(found := self._replaced_bundles()) < len(before.request.bundles):
             self.turn.check_while_lacking()
-            there = [node.id for node in found.values()]
-            waiting.report(shortage.describe_missing(before.request, alive_nodes(), there))
+            if time.monotonic() - began > WAIT_S:
+                there = [node.id for node in found.values()]
+                waiting.report(shortage.describe_missing(before.request, alive_nodes(), there))
             time.sleep(POLL_S)
         self._actors.replace(lost, placement.replace_nodes(before, found))
         # The queue counts on the room that its runs hold.
@@ -184,7 +185,7 @@ class RayHosts(Hosts):
         for of_node in by_node.values():
             group = bundles.create_on_one_node(plan.request, len(of_node), elsewhere)
             for index, bundle in enumerate(of_node):
-                bundles.drop(groups, bundle)
+                bundles.drop_bundle(groups, bundle)
                 groups[bundle] = group, index
         return placed
 

@@ -109,7 +109,7 @@ class StandbyNodes:
         with_ranks = {slot.bundle for slot in self._actors.plan.slots} if running else set[int]()
         for bundle in bundles.lost_bundles(self._actors.groups):
             if bundle not in with_ranks:  # the supervisor may start its actors
-                bundles.drop(self._actors.groups, bundle)
+                bundles.drop_bundle(self._actors.groups, bundle)
                 self._avoiding_since.pop(bundle, None)
         placed = self._node_by_bundle()
         used = with_ranks or self._bundles_in_use(placed)
@@ -135,7 +135,7 @@ class StandbyNodes:
                 taken.add(node.id)
             # The bundle's node has another bundle, or is avoided.
             elif self._actors.groups[bundle][0] is not self._first_group:
-                bundles.drop(self._actors.groups, bundle)
+                bundles.drop_bundle(self._actors.groups, bundle)
         if grows:
             self._request_nodes(placed)
         return placed
@@ -168,7 +168,7 @@ class StandbyNodes:
             if bundle not in placed and time.monotonic() - since > AVOID_S:
                 self._avoid_none = True
                 del self._avoiding_since[bundle]
-                bundles.drop(self._actors.groups, bundle)
+                bundles.drop_bundle(self._actors.groups, bundle)
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """Return the ids of the nodes without incidents that have room for another bundle."""
@@ -192,7 +192,7 @@ class StandbyNodes:
     def _give_back(self, bundle: int) -> None:
         """End the actors of an additional bundle, and free its room."""
         self._actors.kill_bundle(bundle)
-        bundles.drop(self._actors.groups, bundle)
+        bundles.drop_bundle(self._actors.groups, bundle)
 
     def spare_nodes(self) -> list[str]:
         """Return the ids of the nodes with ranks that can be given up one by one, last one first.

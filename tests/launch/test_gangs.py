@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import signal
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,18 +13,17 @@ from typing import Any, cast
 
 import pytest
 
-from raydist.cluster import placement
 from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn, TurnPassed
-from raydist.launch import placement_group
 from raydist.launch.actors import Actors
+from raydist.launch.bundles import Groups
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.placement_group import placed_group
 from raydist.messages.request import Request
 from raydist.shared.errors import Stopped
 from raydist.shared.events import Events
-from tests.launch.test_worker_group import JOB, node, two_nodes
+from tests.launch.test_worker_group import JOB, two_nodes
 
 
 class IdleActors:
@@ -32,9 +32,12 @@ class IdleActors:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.started: list[int] = []
+        self.groups: Groups = {0: ("first", 0), 1: ("first", 1)}
 
-    def set_plan(self, plan: Plan) -> None:
-        self.plan = plan
+    in_group = Actors.in_group
+
+    def by_node(self) -> Counter[str]:
+        return Counter()
 
     def start(self, ranks: Iterable[int]) -> None:
         self.started += ranks
@@ -59,26 +62,29 @@ class OneGang(Gangs):
         return self.gang
 
 
-def test_a_gang_that_lost_a_node_numbers_its_ranks_as_the_next_run_does(
+def test_a_gang_that_lost_a_node_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next trial sent the requests of each node to another one."""
+    """The next trial would number the ranks in another order than the nodes' agents do."""
     import ray
 
-    nodes = [node(3), node(2)]  # Ray has moved the bundle of node 1
-    actors = IdleActors(placement.replace_nodes(two_nodes(), nodes))
+    actors, removed = IdleActors(two_nodes()), list[object]()
     context = SimpleNamespace(gcs_address="10.0.0.9:6379")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(placement_group, "wait_until_placed", lambda *_: nodes)
+    ray_groups = importlib.import_module("ray.util.placement_group")
+    monkeypatch.setattr(ray_groups, "remove_placement_group", removed.append)
     request = two_nodes().request
-    gangs = OneGang(Gang(request, {}, None, cast("Actors", actors)))
-    with (
-        Events(tmp_path / "events.jsonl") as events,
-        placed_group(JOB, request, events, gangs=gangs) as group,
-    ):
-        assert [slot.node.id for slot in group.plan.slots] == ["id-2", "id-2", "id-3", "id-3"]
-        assert actors.plan == group.plan
-        assert actors.started == [0, 2]
+    gangs = OneGang(Gang(request, {}, "first", cast("Actors", actors)))
+    for lost in (False, True):
+        with (
+            Events(tmp_path / "events.jsonl") as events,
+            placed_group(JOB, request, events, gangs=gangs),
+        ):
+            if lost:
+                actors.groups[1] = "instead", 0
+        assert gangs.has(request) is not lost
+        assert removed == (["first", "instead"] if lost else [])
+        gangs._free.clear()
 
 
 def test_a_paused_run_gives_a_gang_back_before_its_ranks_start(
@@ -102,7 +108,6 @@ def test_a_paused_run_gives_a_gang_back_before_its_ranks_start(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     groups = importlib.import_module("ray.util.placement_group")
     monkeypatch.setattr(groups, "remove_placement_group", removed.append)
-    monkeypatch.setattr(placement_group, "wait_until_placed", lambda *_: [node(1), node(2)])
     gangs = OneGang(Gang(plan.request, {}, "group", cast("Actors", actors)))
     with (
         Events(tmp_path / "events.jsonl") as events,

@@ -1,16 +1,18 @@
-"""What a run's hosts tell the cluster's queue."""
+"""How lost nodes are replaced, and what the cluster's queue is told of it."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raydist.cluster import placement
 from raydist.cluster.queue.turn import Turn
-from raydist.launch import placement_group
+from raydist.launch import bundles, placement_group
+from raydist.launch.bundles import Groups
 from raydist.launch.placement_group import RayHosts
 from tests.cluster.test_placement import node
 from tests.recovery.fake_group import job
@@ -28,13 +30,48 @@ class NotedTurn(Turn):
 
 
 class NoActors:
-    """Actors that only have a plan."""
+    """Actors that only have a plan, and its placement group."""
 
-    def __init__(self, plan: placement.Plan) -> None:
+    def __init__(self, plan: placement.Plan, group: Any) -> None:
         self.plan = plan
+        self.groups: Groups = {bundle: (group, bundle) for bundle in range(len(plan.nodes))}
 
     def replace(self, lost: Sequence[int], plan: placement.Plan) -> None:
         self.plan = plan
+
+
+class RayGroups:
+    """What Ray knows of placement groups: places each new one on the next of these nodes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, next_nodes: Sequence[str]) -> None:
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.selectors: list[Any] = []
+        self.removed: list[str] = []
+        self._next = [*next_nodes]
+        ray_groups = importlib.import_module("ray.util.placement_group")
+        monkeypatch.setattr(ray_groups, "placement_group", self.create)
+        monkeypatch.setattr(ray_groups, "placement_group_table", lambda it: self.tables[it.id])
+        monkeypatch.setattr(
+            ray_groups, "remove_placement_group", lambda it: self.removed.append(it.id)
+        )
+        monkeypatch.setattr(bundles, "own_actor", lambda: "")
+
+    def add(self, state: str, *nodes: str) -> Any:
+        group = SimpleNamespace(id=f"group-{len(self.tables)}")
+        self.tables[group.id] = {"state": state, "bundles_to_node_id": dict(enumerate(nodes))}
+        return group
+
+    def create(self, each: Any, strategy: str, name: str, bundle_label_selector: Any) -> Any:
+        self.selectors += bundle_label_selector
+        return self.add("CREATED", self._next.pop(0))
+
+
+def hosts_of(plan: placement.Plan, group: Any, scale: int) -> Any:
+    hosts: Any = object.__new__(RayHosts)
+    hosts._job, hosts._events = job(scale), None
+    hosts.standby, hosts.turn = None, NotedTurn()
+    hosts._actors = NoActors(plan, group)
+    return hosts
 
 
 def test_the_queue_knows_the_node_that_replaces_a_lost_one(
@@ -42,13 +79,23 @@ def test_the_queue_knows_the_node_that_replaces_a_lost_one(
 ) -> None:
     """Other runs then waited for room that no run seemed to hold, and gave up."""
     there = [node(1), node(2)]
-    request = placement.resources_for(job(2), there)
-    plan = placement.assign_ranks(request, there)
-    hosts: Any = object.__new__(RayHosts)
-    hosts._job, hosts._held, hosts._events = job(2), None, None
-    hosts.standby, hosts.turn = None, NotedTurn()
-    hosts._actors = NoActors(plan)
-    found = [there[0], replace(node(3), ip=there[1].ip)]
-    monkeypatch.setattr(placement_group, "wait_until_placed", lambda *args: found)
+    plan = placement.assign_ranks(placement.resources_for(job(2), there), there)
+    groups = RayGroups(monkeypatch, [node(3).id])
+    hosts = hosts_of(plan, groups.add("RESCHEDULING", there[0].id, ""), 2)
+    monkeypatch.setattr(placement_group, "alive_nodes", lambda: [there[0], node(3)])
     hosts.replace_nodes([1])
-    assert hosts.turn.held == {found[0].id: 1, found[1].id: 1}
+    assert hosts.turn.held == {there[0].id: 1, node(3).id: 1}
+    assert groups.selectors == [{"ray.io/node-id": f"!in({there[0].id})"}]
+    assert groups.removed == []  # the other bundle is still in the first group
+
+
+def test_two_lost_nodes_are_not_replaced_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [node(1), node(2), node(3)]
+    plan = placement.assign_ranks(placement.resources_for(job(3), there), there)
+    groups = RayGroups(monkeypatch, [node(4).id, node(4).id, node(5).id])
+    hosts = hosts_of(plan, groups.add("RESCHEDULING", "", there[1].id, ""), 3)
+    monkeypatch.setattr(placement_group, "alive_nodes", lambda: [there[1], node(4), node(5)])
+    hosts.replace_nodes([0, 2])
+    assert [each.id for each in hosts._actors.plan.nodes] == [node(4).id, there[1].id, node(5).id]
+    assert groups.removed == ["group-2"]
+    assert groups.selectors[-1] == {"ray.io/node-id": f"!in({there[1].id},{node(4).id})"}

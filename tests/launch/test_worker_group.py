@@ -377,7 +377,7 @@ def test_each_node_gets_the_pickled_call_once_for_each_attempt(
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
         del hosts.replies[IsOpen]
-        return placement.replace_nodes(group.plan, [node(1), node(3)])
+        return placement.replace_nodes(group.plan, dict(enumerate([node(1), node(3)])))
 
     group = opened(hosts, events, job, put=keep, replace_nodes=replace_nodes)
     group.start(job, [()] * 4, b"pickled")
@@ -411,7 +411,7 @@ def test_lost_agents_are_replaced_on_another_node(
     def replace_nodes(lost: Sequence[int]) -> Plan:
         calls.append(lost)
         del hosts.replies[IsOpen]
-        return placement.replace_nodes(group.plan, [node(1), node(3)])
+        return placement.replace_nodes(group.plan, dict(enumerate([node(1), node(3)])))
 
     vars(hosts).update(replace_nodes=replace_nodes)
     group = WorkerGroup(two_nodes(), hosts, events)
@@ -444,7 +444,7 @@ def test_ranks_stay_when_another_node_is_lost(
     def replace_nodes(gone: Sequence[int]) -> Plan:
         del hosts.replies[IsOpen]
         nodes = [node(3), node(2)] if 0 in gone else [node(1), node(3)]
-        return placement.replace_nodes(group.plan, nodes)
+        return placement.replace_nodes(group.plan, dict(enumerate(nodes)))
 
     group = opened(hosts, events, job, replace_nodes=replace_nodes)
     group.start(job, [()] * 4, None)
@@ -486,7 +486,7 @@ def test_an_agent_whose_reply_was_not_read_is_opened_again(
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
         hosts.replies.pop(IsOpen)
-        return placement.replace_nodes(group.plan, placed.pop(0))
+        return placement.replace_nodes(group.plan, dict(enumerate(placed.pop(0))))
 
     group = opened(hosts, events, job, replace_nodes=replace_nodes)
     hosts.replies |= {IsOpen: gone_from(0, 1, 2, 3), Open: lose_one}
@@ -500,7 +500,7 @@ def test_lost_agents_are_asked_nothing(hosts: FakeHosts, events: Events, job: Jo
     def replace_nodes(lost: Sequence[int]) -> Plan:
         requested = {rank for rank, _ in hosts.sent(IsOpen)}
         assert (requested, lost) == ({0, 1}, [2, 3])
-        return placement.replace_nodes(group.plan, [node(1), node(3)])
+        return placement.replace_nodes(group.plan, dict(enumerate([node(1), node(3)])))
 
     group = opened(hosts, events, job, replace_nodes=replace_nodes)
     assert group.prepare_attempt(job, 1, gone={3}) == [2, 3]
@@ -519,7 +519,7 @@ def test_a_node_that_is_lost_while_the_rendezvous_is_opened_is_replaced(
     def replace_nodes(lost: Sequence[int]) -> Plan:
         assert lost == [0, 1]
         hosts.replies.clear()
-        return placement.replace_nodes(group.plan, [node(3), node(2)])
+        return placement.replace_nodes(group.plan, dict(enumerate([node(3), node(2)])))
 
     group = opened(hosts, events, job, replace_nodes=replace_nodes)
     hosts.replies[OpenStore] = lose
@@ -664,7 +664,7 @@ def test_a_restart_waits_for_the_node_that_had_rank_0(
 
     def replace_nodes(lost: Sequence[int]) -> Plan:
         del hosts.replies[IsOpen]
-        return placement.replace_nodes(two_nodes(), placed.pop(0))
+        return placement.replace_nodes(two_nodes(), dict(enumerate(placed.pop(0))))
 
     group = opened(hosts, events, job, replace_nodes=replace_nodes)
     hosts.replies[IsOpen] = gone_from(2, 3)
