@@ -23,7 +23,9 @@ from raydist.launch.hosts import Hosts
 from raydist.launch.left_out import LeftOut
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
+from raydist.messages.agent import Opened
 from raydist.messages.request import AnyReply, Request
+from raydist.network import checks_node
 from raydist.node import kept_server
 from raydist.settings import validate
 from raydist.settings.config import Job
@@ -122,9 +124,14 @@ class RayHosts(Hosts):
                 job.scale,
                 events,
                 self._left_out.remaining,
-                create_group,
                 reason_to_avoid,
+                self._check_joining,
             )
+
+    def _check_joining(self, node: Node, reply: Opened) -> None:
+        """Raise RaydistError if the ranks could not start on a node that has opened."""
+        if reply.facts is not None:
+            checks_node.check_joining(self._job, self._actors.plan.request, node, reply.facts)
 
     def take_turn(self, turn: Turn) -> None:
         """Obey the queue in which this is the run's turn."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raydist.cluster import placement
-from raydist.cluster.nodes import Node, ResourceRequest, fit_count, matches
+from raydist.cluster.nodes import Node, fit_count, matches
 from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn
 from raydist.cluster.shortage import describe_shortage
@@ -21,6 +21,7 @@ from raydist.launch.flush import Ask
 from raydist.messages.agent import Close, Open, Opened
 from raydist.settings.config import Scale
 from raydist.shared import kinds
+from raydist.shared.errors import CallLost, last_line
 from raydist.shared.events import Events
 from raydist.shared.rank_names import counted
 
@@ -30,6 +31,55 @@ PENDING = 8
 AVOID_S = 30.0
 """Seconds that a placement group waits for a node without incidents; afterwards a node with
 incidents is used."""
+
+
+UNUSABLE_S = 60.0
+"""Seconds after which a node is tried again that could not be used: its port may be up by then."""
+
+
+class Unusable:
+    """Nodes that could not be opened, or whose network or CPUs do not suit the run."""
+
+    def __init__(
+        self, events: Events, check: Callable[[Node, Opened], None] = lambda node, reply: None
+    ) -> None:
+        """`check`: raises if the ranks of the run could not start on a node that has opened."""
+        self._events = events
+        self._check = check
+        self._until: dict[str, float] = {}
+        """By node id: when it may be tried again, on the monotonic clock."""
+        self._reported: set[tuple[str, str]] = set()
+
+    def judge(self, node: Node, reply: Future[Opened]) -> bool:
+        """Return whether the agent of a node is of no use; warn once of each cause.
+
+        `reply`: of its agent, if it has come.
+        """
+        if not reply.done():
+            return False
+        try:
+            self._check(node, reply.result())
+        except CallLost:  # the agent or its node is gone: another one may be started
+            return True
+        except Exception as error:  # of the agent, which may have any cause
+            self._until[node.id] = time.monotonic() + UNUSABLE_S
+            cause = last_line(error)
+            if (node.id, cause) not in self._reported:
+                self._reported.add((node.id, cause))
+                self._events.warn(f"{node.host} ({node.ip}) is not used for this run: {cause}")
+            return True
+        return False
+
+    def ids(self) -> set[str]:
+        """Return the ids of these nodes."""
+        return {*self._until}
+
+    def forget_old(self) -> bool:
+        """Forget those that may be tried again; return whether there were any."""
+        old = [id for id, until in self._until.items() if time.monotonic() > until]
+        for id in old:
+            del self._until[id]
+        return bool(old)
 
 
 class WarmNode(NamedTuple):
@@ -65,25 +115,24 @@ class StandbyNodes:
         scale: Scale,
         events: Events,
         nodes: Callable[[], list[Node]],
-        create_group: Callable[[ResourceRequest, int, Collection[str]], Any],
         reason_to_avoid: Callable[[Node, bool], str] = lambda node, avoided: "",
+        check: Callable[[Node, Opened], None] = lambda node, reply: None,
     ) -> None:
         """`nodes`: returns the cluster's nodes that are alive and not draining.
 
-        `create_group`: as in launch.bundles. `reason_to_avoid`: describes a node's incidents, for
-        a node that is avoided or is used nevertheless; empty without incidents.
+        `reason_to_avoid`: describes a node's incidents, for a node that is avoided or is used
+        nevertheless; empty without incidents. `check`: as in Unusable.
         """
         size = len(actors.plan.nodes)
-        self.elastic = scale.max_nodes is not None
         self._min, self._max = (
             (scale.nodes or 1, scale.max_nodes) if scale.max_nodes else (size, size)
         )
         self._actors = actors
+        self._scale = scale
         self._events = events
-        self._wait_s = scale.wait_s
         self._nodes = nodes
-        self._create_group = create_group
         self._reason_to_avoid = reason_to_avoid
+        self._unusable = Unusable(events, check)
         self._warm: dict[int, WarmNode] = {}
         """By bundle: the standby node on it."""
         self._request: Open | None = None
@@ -95,6 +144,11 @@ class StandbyNodes:
         self._avoid_none = False
         """Whether such a bundle got no node in time."""
         self._reported: set[tuple[str, bool]] = set()
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return self._scale.max_nodes is not None
 
     def set_request(self, request: Open) -> None:
         """Set the request that opens every agent."""
@@ -112,10 +166,13 @@ class StandbyNodes:
                 bundles.drop_bundle(self._actors.groups, bundle)
                 self._avoiding_since.pop(bundle, None)
         placed = self._node_by_bundle()
+        if self._unusable.forget_old():
+            for bundle in self._actors.groups.keys() - placed.keys() - self._avoiding_since.keys():
+                self._drop(bundle)  # requested again, without excluding these nodes
         used = with_ranks or self._bundles_in_use(placed)
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
-            if gone or (warm.first_reply.done() and warm.first_reply.exception() is not None):
+            if gone or self._unusable.judge(warm.node, warm.first_reply):
                 del self._warm[bundle]
                 self._actors.kill_bundle(bundle)
         self._stop_avoiding(placed)
@@ -123,7 +180,7 @@ class StandbyNodes:
         if not grows:
             self._drop_unused(used)
             placed = {each: node for each, node in placed.items() if each in self._actors.groups}
-        taken = {
+        taken = self._unusable.ids() | {
             node.id for bundle, node in placed.items() if bundle in used or bundle in self._warm
         }
         for bundle, node in placed.items():
@@ -133,9 +190,8 @@ class StandbyNodes:
             if node.id not in taken and not self._avoid(node, len(used & placed.keys()), placed):
                 self._open(bundle, node)
                 taken.add(node.id)
-            # The bundle's node has another bundle, or is avoided.
-            elif self._actors.groups[bundle][0] is not self._first_group:
-                bundles.drop_bundle(self._actors.groups, bundle)
+            else:  # the bundle's node has another bundle, can't be used, or is avoided
+                self._drop(bundle)
         if grows:
             self._request_nodes(placed)
         return placed
@@ -169,6 +225,11 @@ class StandbyNodes:
                 self._avoid_none = True
                 del self._avoiding_since[bundle]
                 bundles.drop_bundle(self._actors.groups, bundle)
+
+    def _drop(self, bundle: int) -> None:
+        """Give back a bundle, unless it is in the first group: Ray frees only whole groups."""
+        if self._actors.groups[bundle][0] is not self._first_group:
+            bundles.drop_bundle(self._actors.groups, bundle)
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """Return the ids of the nodes without incidents that have room for another bundle."""
@@ -256,7 +317,7 @@ class StandbyNodes:
         Either these ranks have lost their actors, or nodes have joined. The caller knows that the
         first actor of every other node answers. MakesWay: the run must leave the nodes that it has.
         """
-        waiting = Waiting(self._wait_s, self._events)
+        waiting = Waiting(self._scale.wait_s, self._events)
         for slot in (self._actors.plan.slots[rank] for rank in lost):
             self._lost_bundles.add((slot.bundle, slot.node.id))
             self._actors.kill_bundle(slot.bundle)
@@ -344,7 +405,7 @@ class StandbyNodes:
         """
         groups, plan = self._actors.groups, self._actors.plan
         most = self._max if self.elastic else len(plan.request.bundles)
-        elsewhere = {node.id for node in placed.values()}
+        elsewhere = {node.id for node in placed.values()} | self._unusable.ids()
         for _ in range(min(most - len(groups), PENDING - (len(groups) - len(placed)))):
             self._request_node(elsewhere)
 
@@ -353,7 +414,7 @@ class StandbyNodes:
         groups, plan = self._actors.groups, self._actors.plan
         # Not the number of a lost one, which may still have ranks.
         bundle = max([*groups, *(slot.bundle for slot in plan.slots)]) + 1
-        groups[bundle] = self._create_group(plan.request, 1, elsewhere), 0
+        groups[bundle] = bundles.create_group(plan.request, 1, elsewhere), 0
         return bundle
 
     def _describe_missing(self) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from raydist.cluster.placement import Plan
+from raydist.cluster.nodes import Node, ResourceRequest
+from raydist.cluster.placement import Plan, assign_ranks
 from raydist.network import checks_cluster, checks_site
+from raydist.network.binding import bind_node
 from raydist.network.facts import Facts, Hca, version_numbers
 from raydist.network.finding import Finding, fold_findings
 from raydist.network.rdma import (
@@ -14,6 +17,7 @@ from raydist.network.rdma import (
     LOUD,
     best_gid,
     choose_devices,
+    device_settings,
     likely_devices,
     nccl_finds_gid,
     none_of_kind,
@@ -99,6 +103,19 @@ def check_nodes(
             warn(finding.line())
     if refused:
         raise LaunchError("fabric.strict: " + "; ".join(finding.line() for finding in refused))
+
+
+def check_joining(job: Job, request: ResourceRequest, node: Node, facts: Facts) -> None:
+    """Raise RaydistError if ranks of a run could not start on a node that joins it.
+
+    LaunchError: fabric.strict. ConfigError: fabric.hca or scale.numa does not suit it.
+    """
+    plan = assign_ranks(replace(request, bundles=request.bundles[:1], spares=0), [node])
+    of_ranks = [facts] * plan.world_size
+    check_nodes(job, plan, of_ranks, lambda warning: None)
+    bind_node(job, plan, of_ranks, plan.leads[0])
+    for _ in device_settings(job, facts, 2):  # it raises what it finds
+        pass
 
 
 def refusals(job: Job, found: Sequence[Finding]) -> list[Finding]:

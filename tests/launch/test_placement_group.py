@@ -63,7 +63,7 @@ class RayGroups:
 
     def create(self, each: Any, strategy: str, name: str, bundle_label_selector: Any) -> Any:
         self.selectors += bundle_label_selector
-        return self.add("CREATED", self._next.pop(0))
+        return self.add("CREATED", self._next.pop(0)) if self._next else self.add("PENDING", "")
 
 
 def hosts_of(plan: placement.Plan, group: Any, scale: int) -> Any:
