@@ -69,7 +69,8 @@ def mlflow(run: str) -> dict[str, Any]:
         name: [[each.step, each.value] for each in client.get_metric_history(run, name)]
         for name in result.data.metrics
     }
-    pages = [each.path for each in client.list_artifacts(run)]
+    folders = [each.path for each in client.list_artifacts(run) if each.is_dir]
+    pages = [each.path for folder in folders for each in client.list_artifacts(run, folder)]
     runs = client.search_runs([result.info.experiment_id])
     return {"curves": curves, "config": result.data.params, "pages": pages, "status": result.info.status,
             "runs": len(runs), "tags": result.data.tags,

@@ -70,30 +70,37 @@ class Description:
 def flush(nodes: Sequence[FlushNode], settings: Checkpoint, emit: Emit, world_size: int) -> str:
     """Have the newest state written to the disk, if it is not there yet.
 
-    Returns why no node could write it, or an empty text. `nodes`: those that answer, in the order
-    of their ranks. `world_size`: the number of ranks on all nodes.
+    Returns why no node that has it could write it, or an empty text. `nodes`: those that answer, in
+    the order of their ranks. `world_size`: the number of ranks on all nodes.
     """
-    request = choose_last(nodes, world_size)
-    failed: list[str] = []
-    for node in nodes:
+    request, newest = choose_last(nodes, world_size)
+    failed: dict[int, str] = {}
+    written = False
+    for number, node in enumerate(nodes):
         try:
             flushed = node.ask(request).result(FLUSH_S)
             for each in flushed.events:
                 # It has just happened, and the node's clock may be wrong.
                 emit(kinds.from_json({**each, "t": time.time()}))
-            if flushed.had_state:
+            if written := flushed.had_state:
                 break  # a node that has replaced another one may have none yet
         except Exception as error:  # that node is gone: another one has the same state
-            failed.append(f"{node.host}: {type(cause_of(error)).__name__}: {last_line(error)}")
+            failed[number] = f"{node.host}: {type(cause_of(error)).__name__}: {last_line(error)}"
     if len(failed) == len(nodes):
-        why = "; ".join(failed[:4]) or "no agent answers"
+        why = "; ".join([*failed.values()][:4]) or "no agent answers"
         return f"no node could write the last state to the disk ({why})"
     flush_shards(nodes, settings, emit)
+    if not written and (lost := failed.keys() & newest.keys()):
+        why = "; ".join(failed[number] for number in sorted(lost)[:4])
+        step = max(newest[number] for number in lost)
+        return f"the state of step {step} may be lost: no node that had it could write it ({why})"
     return ""
 
 
-def choose_last(nodes: Sequence[FlushNode], world_size: int) -> Flush:
+def choose_last(nodes: Sequence[FlushNode], world_size: int) -> tuple[Flush, dict[int, int]]:
     """Return the request to write the newest step that all ranks have, with their generators.
+
+    Beside it, the newest step of each node that has a whole state, as far as nodes were asked.
 
     Any node can write the state of a step, but each has the random generators of its own ranks
     only; and ranks that are stopped at the same moment may be one kept step apart. So several nodes
@@ -105,19 +112,20 @@ def choose_last(nodes: Sequence[FlushNode], world_size: int) -> Flush:
     the node that writes chooses the step, and warns of what it lacks.
     """
     if len(nodes) < 2 or sum(node.ranks for node in nodes) < world_size:
-        return Flush()  # all is in the memory of one node, or some of it is lost
+        return Flush(), {}  # all is in the memory of one node, or some of it is lost
     within_s = longest(ANSWER_S, len(nodes))  # nodes that are known to be silent are not asked
     until = time.monotonic() + within_s
     requests = {number: ListSteps(node.ranks) for number, node in enumerate(nodes)}
     held = _ask(nodes, requests, _ignore, within_s)
     step = newest_common_step([held[each].steps if each in held else None for each in requests])
+    newest = {number: max(each.steps) for number, each in held.items() if each.steps}
     if step < 0:
-        return Flush()
+        return Flush(), newest
     request = ReadRandomStates(step, world_size)
     left_s = max(0.0, until - time.monotonic())
     drawn = _ask(nodes, dict.fromkeys(requests, request), _ignore, left_s)
     states = [state for each in drawn.values() if each is not None for state in each.states]
-    return Flush(step, states) if len(states) == world_size else Flush()
+    return (Flush(step, states) if len(states) == world_size else Flush()), newest
 
 
 def newest_common_step(held: Sequence[Collection[int] | None]) -> int:

@@ -116,15 +116,12 @@ def run_here(job: Job, plan: Plan, call: RemoteCall | None, events: Events) -> A
 
 def exit_end(end: End, exit_: SystemExit) -> End:
     """Return how a rank ended that called `sys.exit`, as if it had a process of its own."""
-    code = 0 if exit_.code is None else exit_.code
-    if code == 0:
+    if (event := context.exit_event(exit_)) is None:
         return end
-    number = code & 0xFF if isinstance(code, int) else 0
-    exception = exception_facts(exit_)
-    context.emit_event(kinds.Raised(rank=context.rank().rank, code=number, **exception))
-    if number:
-        return replace(end, how="exited", code=number, step=exception["step"])
-    return replace(end, how="raised", **exception)
+    context.emit_event(event)
+    if event.code:
+        return replace(end, how="exited", code=event.code, step=event.step)
+    return replace(end, how="raised", **exception_facts(exit_))
 
 
 @contextlib.contextmanager

@@ -43,11 +43,11 @@ def reserve_run(job: Job) -> None:
     file, text = run_folder(job) / CLAIM, json.dumps(as_saved(job), indent=1)
     try:
         with environment(job.env):
-            if not job.sweep.dir and is_new(Path(job.dir)) and file.exists():
+            if object_store.create_file(file, text):
+                return
+            if not job.sweep.dir and is_new(Path(job.dir)):
                 cause = f"a run that began in the same second elsewhere has {file.parent}"
                 raise ConfigError.of("storage", job.storage, cause, f"hydra.run.dir={job.dir}-2")
-            if isinstance(file, Path):
-                file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
     except ConfigError:
         raise

@@ -116,3 +116,8 @@ RULES: tuple[tuple[Callable[[End], bool], str], ...] = (
 def advice_for(end: End) -> str:
     """Return the advice for the end of a rank, in one line; empty if raydist has none."""
     return next((advice for fits, advice in RULES if fits(end)), "")
+
+
+def refuses_checkpoint(end: End) -> bool:
+    """Return whether a rank failed because `resume=` names what this job cannot continue from."""
+    return end.type == "ConfigError" and end.message.startswith("resume=")

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from raydist.reporting.advice import advice_for
+from raydist.reporting.advice import advice_for, refuses_checkpoint
 from raydist.reporting.failures import PARTS, Failure
 from raydist.reporting.wording import clean, repeated_steps, sum_text
 from raydist.shared.outcome import End
@@ -127,9 +127,11 @@ def recovery_lines(failure: Failure) -> list[str]:
 
 def advice_lines(failure: Failure, dir: str) -> list[str]:
     """Return advice for the user."""
-    advice = advice_for(end_of(failure.cause))
+    end = end_of(failure.cause)
+    advice = advice_for(end)
     lines = [advice] if advice else []
-    if failure.status in ("failed", "stopped") and failure.checkpoint:
+    over = failure.status in ("failed", "stopped")
+    if over and failure.checkpoint and not refuses_checkpoint(end):
         named = dir if failure.own_checkpoint else failure.checkpoint
         lines.append(f"to continue from the checkpoint: the same command with resume={named}")
     return lines

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
+import inspect
 import os
 import threading
 import time
@@ -130,6 +131,19 @@ class Remote:
     def write_text(self, text: str) -> None:
         self.store.pipe_file(self.url, text.encode())
 
+    def create(self, text: str) -> bool:
+        """Write a file, as `create_file` does."""
+        if self.exists():
+            return False
+        if "mode" in inspect.signature(self.store.pipe_file).parameters:
+            with suppress(Exception):  # there is one now, or the server knows no such condition
+                self.store.pipe_file(self.url, text.encode(), mode="create")
+                return True
+            if self.exists():
+                return False
+        self.write_text(text)
+        return True
+
     def put(self, file: Path) -> None:
         """Upload a file of this machine."""
         self.store.put_file(str(file), self.url)
@@ -171,6 +185,28 @@ class Remote:
 
 
 StoragePath = Path | Remote
+
+
+def create_file(path: StoragePath, text: str) -> bool:
+    """Write a file unless there is one; return whether it was written.
+
+    Of several processes that do so at the same moment one writes it. Drivers of stores before 2025
+    and some servers of S3 cannot promise that: there two that begin within milliseconds both do.
+    """
+    if isinstance(path, Remote):
+        return path.create(text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("x")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(text)
+    except BaseException:
+        path.unlink()
+        raise
+    return True
 
 
 class Hashing:

@@ -36,7 +36,7 @@ from raydist.sweeps.trial import (
     parse_objectives,
     values_of,
 )
-from raydist.sweeps.upload import SweepUpload, refuse_stored_sweep
+from raydist.sweeps.upload import SweepUpload, reserve_stored_sweep
 from raydist.watch.web.live_page import LivePage
 
 MAY_CHANGE = ("sweep.", "watch.", "env.", "env=", "env_file=")
@@ -118,6 +118,9 @@ def run_sweep(
     path = resumed or Path(config.make_folder())
     screen = SweepScreen(jobs[0].watch, objectives)
     folder = Folder(path, lambda text: screen.event(kinds.Warning(text=text)))
+    facts = SweepRecord(
+        config.override_texts, name, space, objectives, sampler_name, settings, config
+    )
     try:
         trials = {
             number: reopened(trial, settings, objectives)
@@ -131,16 +134,14 @@ def run_sweep(
             )
         until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
         if not resumed:
-            refuse_stored_sweep(jobs[0], path)
             # A sweep may have been refused here that had other objectives.
             (path / samplers.JOURNAL).unlink(missing_ok=True)
         sampler = samplers.sampler(sampler_name, settings, space, folder)
+        if not resumed:
+            reserve_stored_sweep(jobs[0], path, {**facts.to_json("running", [], {}), "wall_s": 0.0})
     except BaseException:
         folder.close()  # a notebook goes on, and so may the sweep, with other settings
         raise
-    facts = SweepRecord(
-        config.override_texts, name, space, objectives, sampler_name, settings, config
-    )
 
     def wall_s() -> float:
         return round(before_s + time.monotonic() - began, 3)

@@ -5,10 +5,12 @@ No other sweep may be there.
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from raydist.launch import run_storage
 from raydist.settings.compose import fresh, was_begun
@@ -24,26 +26,32 @@ EVERY_S = 10.0
 """Seconds between two checks for changed records."""
 
 
-def refuse_stored_sweep(job: Job, folder: Path) -> None:
-    """Raise ConfigError if `storage=` has a sweep of the name of this one, or can't be read.
+def reserve_stored_sweep(job: Job, folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the first sweep.json of a new sweep to its `storage=`, if it has one.
 
-    Its trials would pass for those of this one. `job`: that of any trial. `folder`: that of the
-    new sweep.
+    ConfigError: a sweep of its name is there already, or it can't be written. The trials of the
+    other would pass for those of this one. `job`: that of any trial. `folder`: that of the new
+    sweep. `record`: what sweep.json has besides the trials.
     """
     if not job.storage:
         return
     object_store.check_url("storage", job.storage)
-    stored = sweep_folder(job, folder)
+    summary = sweep_folder(job, folder) / SUMMARY
+    text = json.dumps({**record, "trials": []}, indent=1, default=str)
     try:
         with object_store.environment(job.env):
-            begun = (stored / SUMMARY).exists() and was_begun(stored / SUMMARY)
+            made = object_store.create_file(summary, text)
+            begun = not made and was_begun(summary)
+            if not made and not begun:  # of a sweep that was refused
+                summary.write_text(text)
     except Exception as error:  # each store has its own
         cause = (
-            f"it cannot be read ({object_store.reason(error)}); credentials belong into env_file="
+            f"it cannot be written ({object_store.reason(error)}); credentials belong into "
+            "env_file="
         )
         raise ConfigError.of("storage", job.storage, cause) from error
     if begun:
-        cause = f"another sweep is in {stored} already"
+        cause = f"another sweep is in {summary.parent} already"
         way = f"hydra.sweep.dir={fresh(str(folder))}"
         raise ConfigError.of("storage", job.storage, cause, way)
 

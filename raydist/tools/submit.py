@@ -8,18 +8,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import glob
 import os
 import re
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from raydist import train
 from raydist.cluster import connect as cluster_connect
 from raydist.cluster import gcs, ray_private
+from raydist.launch.runtime_env import RUN_FOLDERS, SECRET_FILES, heeds_gitignore
 from raydist.reporting.job_metadata import OVERRIDES
 from raydist.settings import compose, targets
 from raydist.settings.lookup import missing_path
@@ -29,14 +34,10 @@ from raydist.state import object_store
 from raydist.tools.command_line import ToolParser, run_tool
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from ray.job_submission import JobSubmissionClient
 
-LEFT_OUT = ["/runs", "/multirun", "/outputs"]
-"""Folders of earlier runs, which are not uploaded.
-
-Ray itself leaves out .git, .venv and the paths in .gitignore.
-"""
+NAMED = 4
+"""The most files that a note names."""
 POLL_S = 1.0
 """Seconds between two requests for the status of a job whose log has ended."""
 
@@ -70,9 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def submit(arguments: argparse.Namespace) -> int:
     """Submit the job, and follow it unless --no-wait; return the exit code."""
     with in_folder(arguments.working_dir):
-        check_overrides(arguments.overrides)
+        env_file = check_overrides(arguments.overrides)
     client = job_client(arguments.address)
-    name = send(client, arguments.working_dir, arguments.overrides, arguments.submission_id)
+    folder = SentFolder.of(arguments.working_dir, env_file)
+    folder.note_left_out()
+    name = send(client, folder, arguments.overrides, arguments.submission_id)
     where = f"--address {client.get_address()} "
     later = f"  ray job logs {where}--follow {name}\n  ray job stop {where}{name}"
     print(f"job   {name}, at {client.get_address()}", flush=True)
@@ -110,13 +113,54 @@ def in_folder(folder: str) -> Iterator[None]:
         os.chdir(before)
 
 
+@dataclass(frozen=True)
+class SentFolder:
+    """The folder to upload."""
+
+    path: str
+    excludes: Sequence[str]
+    """What of it is not sent, as .gitignore would say it.
+
+    Ray itself leaves out .git, .venv and the paths in .gitignore.
+    """
+
+    @classmethod
+    def of(cls, path: str, env_file: str) -> SentFolder:
+        """`env_file`: that of the job; if it is in the folder, it is sent."""
+        inside = env_file and not env_file.startswith(("/", "~"))
+        needed = [f"!/{glob.escape(os.path.normpath(env_file))}"] if inside else []
+        return cls(os.path.abspath(path), [*SECRET_FILES, *needed, *RUN_FOLDERS])
+
+    def note_left_out(self) -> None:
+        """Name the files with secrets that Ray would send, and raydist does not."""
+        try:
+            sent, rest = (
+                ray_private.files_of_upload(self.path, heeds_gitignore(), excludes)
+                for excludes in (RUN_FOLDERS, self.excludes)
+            )
+        except OSError:  # sending it fails likewise, and says so
+            return
+        if files := sorted(sent - rest):
+            named = ", ".join(files[:NAMED]) + (", …" if len(files) > NAMED else "")
+            note = (
+                f"{named}: not sent, because whoever has the cluster's token could read it; "
+                f"env_file={files[0]} sends it, and sets its variables"
+            )
+            print(f"note: {note}", file=sys.stderr)
+
+
 class RemoteLoader(compose.Loader):
     """A loader that checks names, types, values and the job's file in the uploaded folder.
 
     Only the cluster can check the rest.
     """
 
+    env_file = ""
+    """That of the job, unless only the cluster knows it."""
+
     def complete(self, config: DictConfig, resolve: bool) -> None:
+        if not OmegaConf.is_interpolation(config, "env_file"):
+            self.env_file = str(config.env_file)
         config.env_file = ""
         super().complete(config, resolve=False)
         if resolve and not (job := compose.validated_job(config)).script:
@@ -125,17 +169,19 @@ class RemoteLoader(compose.Loader):
                 targets.resolve_target(target, job.job.args)
 
 
-def check_overrides(words: Sequence[str]) -> None:
-    """Raise the ConfigError that the job would raise for these overrides.
+def check_overrides(words: Sequence[str]) -> str:
+    """Raise the ConfigError that the job would raise for these overrides; return its env_file.
 
     Warn about secrets in them.
     """
     arguments = train.parse_arguments(words)
+    named = [text.partition("=")[2] for text in words if text.startswith("env_file=")]
+    env_file = named[-1] if named else ""  # of a sweep, whose runs the cluster composes
     if not arguments.multirun:
         with compose.hydra_set_up():
-            RemoteLoader(config_dir=arguments.config_dir).load(
-                arguments.overrides, arguments.config_name
-            )
+            loader = RemoteLoader(config_dir=arguments.config_dir)
+            loader.load(arguments.overrides, arguments.config_name)
+        env_file = loader.env_file
     for word in words:
         if (masked := mask_override(word)) != word:
             note = (
@@ -144,6 +190,7 @@ def check_overrides(words: Sequence[str]) -> None:
             )
             print(f"note: {note}", file=sys.stderr)
             break
+    return env_file
 
 
 def job_client(address: str) -> JobSubmissionClient:
@@ -211,14 +258,14 @@ def token_source() -> str:
 
 
 def send(
-    client: JobSubmissionClient, folder: str, overrides: Sequence[str], name: str | None
+    client: JobSubmissionClient, folder: SentFolder, overrides: Sequence[str], name: str | None
 ) -> str:
     """Upload the folder and submit the command; return the job's id."""
     try:
         id: str = client.submit_job(
             entrypoint=shlex.join(["python", "-m", "raydist.train", *overrides]),
             submission_id=name,
-            runtime_env={"working_dir": os.path.abspath(folder), "excludes": LEFT_OUT},
+            runtime_env={"working_dir": folder.path, "excludes": [*folder.excludes]},
             metadata={OVERRIDES: shlex.join(map(mask_override, overrides))},
         )
         return id

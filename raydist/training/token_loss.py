@@ -80,23 +80,22 @@ def shifts_labels(model: torch.nn.Module) -> bool:
 
     It does if its loss is that of a causal language model, which its `loss_type`, from the name of
     its class, may name otherwise (`ForConditionalGeneration`). A model without a `loss_type` has
-    that loss too, as GPT2LMHeadModel; but others of these compute their own, and never call it.
+    that loss too, as GPT2LMHeadModel. But some of all these compute their own: those that do not
+    shift the labels for it, as BartForCausalLM, name neither that loss nor `shift_labels`.
     """
     # The decoder of a model with an encoder gets its inputs shifted, and keeps all labels.
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    kind = getattr(model, "loss_type", None)
-    if kind == "ForCausalLM":
-        return True
-    used = getattr(model, "loss_function", None)
-    causal = getattr(used, "__name__", "") == "ForCausalLMLoss"  # also once it is compiled
-    return causal and (kind is not None or any(map(_calls_loss_function, model.modules())))
+    used = getattr(getattr(model, "loss_function", None), "__name__", "")  # also once compiled
+    causal = getattr(model, "loss_type", None) == "ForCausalLM" or used == "ForCausalLMLoss"
+    return causal and any(map(_names_shifted_labels, model.modules()))
 
 
-def _calls_loss_function(module: torch.nn.Module) -> bool:
+def _names_shifted_labels(module: torch.nn.Module) -> bool:
     methods = [vars(each).get("forward") for each in type(module).__mro__]
     codes = [getattr(inspect.unwrap(each), "__code__", None) for each in methods if each]
-    return any("loss_function" in code.co_names for code in codes if code is not None)
+    names = {name for code in codes if code for name in (*code.co_names, *code.co_varnames)}
+    return not names.isdisjoint({"loss_function", "shift_labels"})
 
 
 def own_loss(loss: Any) -> OwnLoss | None:

@@ -416,6 +416,18 @@ def exception_facts(error: BaseException) -> ExceptionFacts:
     }
 
 
+def exit_event(exit_: SystemExit) -> kinds.Raised | None:
+    """Return the event of a rank that called `sys.exit`; None if it ended well.
+
+    As in Python, of a number the last byte counts, and anything else is a failure, "" too.
+    """
+    code = 0 if exit_.code is None else exit_.code
+    number = code & 0xFF if isinstance(code, int) else None
+    if number == 0:
+        return None
+    return kinds.Raised(rank=rank().rank, code=number or 0, **exception_facts(exit_))
+
+
 def shorten(text: str) -> str:
     """Return a text of about MAX_TEXT characters at most: the beginning and the end of this one.
 

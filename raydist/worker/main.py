@@ -226,19 +226,14 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
             write_pickle(spec.value, call_job(spec, job))
         return 0
     except SystemExit as exit_:
-        code = 0 if exit_.code is None else exit_.code  # "" is a failure, as in Python
-        if code == 0:
+        if (event := context.exit_event(exit_)) is None:
             return 0
-        facts = context.exception_facts(exit_)
-        rank = context.rank().rank
-        if isinstance(code, int):
-            # Now: what runs while the interpreter exits closes connections, and the errors of the
-            # other ranks may arrive before the end of this process.
-            context.emit_event(kinds.Raised(rank=rank, code=code & 0xFF, **facts))
-            return code
-        print(code, file=sys.stderr)
-        context.emit_event(kinds.Raised(rank=rank, **facts))
-        return 1
+        if not event.code:
+            print(exit_.code, file=sys.stderr)
+        # Now: what runs while the interpreter exits closes connections, and the errors of the
+        # other ranks may arrive before the end of this process.
+        context.emit_event(event)
+        return event.code or 1
     except BaseException as error:
         error.__traceback__ = frames_of_job(error.__traceback__)
         if spec.script:

@@ -210,6 +210,22 @@ def test_a_node_without_a_state_leaves_it_to_the_next_one(
     assert "step 5 was saved without the random generators of some ranks" in str(warning)
 
 
+def test_a_state_that_is_lost_with_its_only_node_is_a_warning(
+    make: Callable[..., list[Node]],
+) -> None:
+    """Nothing was said: the node of rank 0, which has replaced a lost one, answers."""
+    nodes = make([[]], [[4, 5]], [[]])
+    nodes[1].silent = Flush
+    events: list[Event] = []
+    why = flush(as_asked(nodes), Checkpoint(), events.append, 3)
+    assert why == (
+        "the state of step 5 may be lost: no node that had it could write it "
+        "(host-1: ConnectionError: the actor is gone)"
+    )
+    nodes[2].keep(2, 4, 3)
+    assert flushed(nodes)[0] == 4
+
+
 def test_generators_of_another_number_of_ranks_are_left_out(
     make: Callable[..., list[Node]],
 ) -> None:

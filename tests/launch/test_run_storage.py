@@ -15,7 +15,7 @@ from raydist.settings.config import Job, Sweep
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import Events
 from raydist.shared.kinds import Event
-from raydist.state.object_store import parse_path
+from raydist.state.object_store import CLAIM, parse_path
 from tests.records import event, line
 
 EVENTS = [event("wait", t=1, text="a"), event("wait", t=2, text="b")]
@@ -70,10 +70,16 @@ def test_a_folder_without_events(tmp_path: Path, path: str) -> None:
     assert list(events_of_checkpoint(str(tmp_path / path), Job(dir="runs/other"))) == []
 
 
-def test_two_runs_of_one_second_do_not_share_a_folder_of_the_storage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_two_runs_of_one_second_do_not_share_a_folder_of_the_storage(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two machines named their runs by the same second: each pruned and resumed from the
     checkpoints of the other."""
     now = time.strftime("%Y-%m-%d_%H-%M-%S")
+    if at_once:  # each looks before the other has written
+        there = Path.exists
+        monkeypatch.setattr(Path, "exists", lambda path: path.name != CLAIM and there(path))
 
     def reserve(machine: str, run: str, **more: Any) -> None:
         folder = tmp_path / machine / "digits" / run

@@ -21,6 +21,7 @@ from raydist.reporting.goodput import Spent
 from raydist.reporting.page import page
 from raydist.reporting.page_files import Pages
 from raydist.shared import kinds
+from raydist.shared.errors import ConfigError
 from raydist.shared.events import Events
 from raydist.shared.kinds import Event
 from raydist.shared.outcome import End
@@ -166,6 +167,17 @@ def test_a_resumed_run_that_saves_nothing_still_has_the_checkpoint_it_came_from(
     text = page_of(*resumed, saved, *BROKEN[len(LAUNCH) :], ended)
     assert "step 16 is saved, 5 steps after it lost" in text
     assert "with resume=runs/x" in text
+
+
+@pytest.mark.parametrize(("key", "advised"), [("resume", False), ("train.loss_per", True)])
+def test_a_checkpoint_that_the_job_refuses_is_not_advised(key: str, advised: bool) -> None:
+    begin = at(1, "begin", rank=0, resumed=12, checkpoint="/runs/w/checkpoints/step-12")
+    wrong = ConfigError.of(key, "/runs/w", "the model has other parameters")
+    end = replace(KILLED, how="raised", signal=0, type="ConfigError", message=wrong.message)
+    ended = at(10.7, "result", status="failed", why_last="enough", failure="…")
+    text = page_of(*LAUNCH, begin, failure(end), ended)
+    assert "correct the setting that the message names" in text
+    assert ("to continue from the checkpoint" in text) == advised
 
 
 def test_one_that_broke_again_before_its_first_step_is_a_failure_of_its_own() -> None:

@@ -188,7 +188,14 @@ def test_one_inline_rank_that_fails_has_a_page_of_its_failure_too(on_ray: Path) 
 
 @pytest.mark.parametrize(
     ("code", "says"),
-    [(0, ""), (None, ""), (3, "exited with code 3"), ("no data", "SystemExit: no data")],
+    [
+        (0, ""),
+        (None, ""),
+        (256, ""),
+        (3, "exited with code 3"),
+        (-1, "exited with code 255"),
+        ("no data", "SystemExit: no data"),
+    ],
 )
 def test_one_inline_rank_that_exits_does_not_end_the_caller(
     code: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,32 @@ def test_what_is_saved_comes_back(events: Seen) -> None:
     assert [event["kind"] for event in events] == ["saved"]
 
 
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.usefixtures("events")
+def test_of_two_that_create_a_file_one_does(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver of the store is old, a file is not created twice unless that is at once."""
+    file = Remote(RUN) / "claim.json"
+    if not knows:
+        write = file.store.pipe_file
+        monkeypatch.setattr(file.store, "pipe_file", lambda path, value: write(path, value))
+    assert object_store.create_file(file, "one")
+    assert not object_store.create_file(file, "other")
+    looks = iter([False, True])  # the first is before the other has written
+    monkeypatch.setattr(Remote, "exists", lambda _: next(looks))
+    assert object_store.create_file(file, "other") == (not knows)
+    assert file.read_text() == ("one" if knows else "other")
+
+
+def test_a_file_that_cannot_be_created_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        object_store.create_file(tmp_path / "new" / "claim.json", "\ud800")
+    assert [*(tmp_path / "new").iterdir()] == []
+    assert object_store.create_file(tmp_path / "new" / "claim.json", "one")
+    assert not object_store.create_file(tmp_path / "new" / "claim.json", "other")
+
+
 def test_the_newest_and_the_best_are_kept(events: Seen) -> None:
     for step, accuracy in ((1, 0.2), (2, 0.9), (3, 0.5), (4, 0.6)):
         put(step, {"accuracy": accuracy}, keep=2, best="max:accuracy")

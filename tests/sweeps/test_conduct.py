@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,28 @@ def test_a_new_sweep_does_not_continue_one_of_its_name_in_the_store(
     assert f"hydra.sweep.dir={tmp_path}/b/one-2" in str(refused.value)
     assert raydist.sweep(*space, "hydra.sweep.dir=b/one-2").exit_code == 0
     assert raydist.sweep("digits", f"sweep.resume={first.dir}").trials == first.trials
+
+
+def test_a_sweep_that_has_just_begun_has_its_place_in_the_store(
+    runs: Callable[[Values], None], tmp_path: Path
+) -> None:
+    """Its records are copied every ten seconds: until then another of its name joined it."""
+    space = ("digits", *WORDS, "optim.lr=0.1,0.3", f"storage={tmp_path}/store")
+    refused: list[raydist.ConfigError] = []
+
+    def values(job: Job) -> dict[str, float]:
+        try:
+            if not refused and "/a/" in job.dir:
+                raydist.sweep(*space, "hydra.sweep.dir=b/one")
+        except raydist.ConfigError as error:
+            refused.append(error)
+        return {"loss": job.optim.lr}
+
+    runs(values)
+    raydist.sweep(*space, "hydra.sweep.dir=a/one")
+    assert [error.key for error in refused] == ["storage"]
+    stored = json.loads((tmp_path / "store" / "one" / "sweep.json").read_text())
+    assert [len(stored["trials"]), stored["state"]] == [2, "finished"]
 
 
 def test_a_store_that_cannot_be_read_is_refused_before_a_trial_starts(

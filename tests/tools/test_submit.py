@@ -21,7 +21,10 @@ from raydist.tools import submit
 
 
 class Recorder:
-    """The one call of Ray's client that submitting a job makes."""
+    """The calls of Ray's client that submitting a job makes."""
+
+    def get_address(self) -> str:
+        return "http://head:8265"
 
     def submit_job(self, **sent: Any) -> str:
         self.sent = sent
@@ -35,7 +38,7 @@ def test_the_metadata_of_a_job_has_no_secrets() -> None:
         "args=--api-key hush --lr 1",
         "+env.AWS_SECRET_ACCESS_KEY=hush=b",
     ]
-    submit.send(client, ".", [*plain, *overrides], None)
+    submit.send(client, submit.SentFolder.of(".", ""), [*plain, *overrides], None)
     words = shlex.split(client.sent["metadata"][job_metadata.OVERRIDES])
     assert words == [
         *plain, "++job.args={hub:{token:***,x:1}}", "args='--api-key ***'", "+env.AWS_SECRET_ACCESS_KEY=***",
@@ -51,6 +54,59 @@ def test_a_secret_of_a_submitted_job_is_named(
     note = capsys.readouterr().err
     assert note.startswith("note: job.args.hub.token=***: ")
     assert "hush" not in note
+
+
+@pytest.mark.parametrize(
+    ("words", "sent", "noted"),
+    [
+        (["job=mine.py"], [], ".env, conf/secret.env"),
+        (["job=mine.py", "env_file=./conf/secret.env"], ["conf/secret.env"], ".env"),
+        (["job=mine.py", "env_file='${oc.env:ONLY_THERE}'"], [], ".env, conf/secret.env"),
+        (["job=mine.py", "env_file=/there/.env"], [], ".env, conf/secret.env"),
+        (["job=own"], [".env"], "conf/secret.env"),
+        (
+            ["--multirun", "job=mine.py", "env_file=.env", "optim.lr=1,2"],
+            [".env"],
+            "conf/secret.env",
+        ),
+    ],
+)
+def test_a_file_with_secrets_stays_here_unless_the_job_names_it(
+    words: list[str],
+    sent: list[str],
+    noted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = "# @package _global_\njob: {target: mine.py}\nenv_file: .env\n"
+    others = {
+        "mine.py": "def job(config): ...\n",
+        "conf/job/own.yaml": own,
+        "deploy/example.env": "TOKEN=",
+        ".gitignore": "ignored.env\n",
+    }
+    secrets = dict.fromkeys((".env", "conf/secret.env", "ignored.env", "runs/a/.env"), "TOKEN=hush")
+    for path, text in {**others, **secrets}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    client = Recorder()
+    monkeypatch.setattr(submit, "job_client", lambda _: client)
+    assert submit.main(["--no-wait", "--working-dir", str(tmp_path), "--", *words]) == 0
+    env = client.sent["runtime_env"]
+    files = ray_private.files_of_upload(env["working_dir"], True, env["excludes"])
+    assert files == {*others, *sent}
+    note = capsys.readouterr().err
+    assert note.startswith(f"note: {noted}: not sent, ")
+    assert f"; env_file={noted.split(', ')[0]} sends it" in note
+
+
+def test_without_secrets_in_the_folder_nothing_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "example.env").write_text("TOKEN=")
+    submit.SentFolder.of(str(tmp_path), "").note_left_out()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,48 @@ def model(**attributes: Any) -> Any:
     return SimpleNamespace(**attributes)
 
 
-CAUSAL = model(loss_type="ForCausalLM", config=model(is_encoder_decoder=False))
+class Causal(torch.nn.Module):
+    """As a model of transformers: it leaves the shift to the loss."""
+
+    loss_type = "ForCausalLM"
+    loss_function: Any = None
+
+    def forward(self, labels: torch.Tensor) -> Any:
+        return self.loss_function(labels)
+
+
+class OldCausal(Causal):
+    """As one whose code is older than that loss."""
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        shift_labels = labels[..., 1:].contiguous()
+        return F.cross_entropy(shift_labels, shift_labels)
+
+
+class Decoder(torch.nn.Module):
+    """As BartForCausalLM: it compares the output with the label of the same place."""
+
+    loss_type = "ForCausalLM"
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(labels, labels)
+
+
 TRANSLATOR = model(loss_type="ForCausalLM", config=model(is_encoder_decoder=True))
 
 
 @pytest.mark.parametrize(
     ("loss", "of", "target", "wanted"),
     [
-        (F.cross_entropy, CAUSAL, LABELS, 5),  # the job's own loss has shifted them
+        (F.cross_entropy, Causal(), LABELS, 5),  # the job's own loss has shifted them
         (OwnLoss(), model(), {"labels": LABELS, "tokens": TOKENS}, 5),
         (OwnLoss(), model(), {"tokens": TOKENS, "following": LABELS}, 5),
         (OwnLoss(), model(), [TOKENS, LABELS], 5),
         (OwnLoss(), model(), LABELS, 5),
-        (OwnLoss(), CAUSAL, {"input_ids": TOKENS, "labels": LABELS}, 3),
-        (OwnLoss(), CAUSAL, {"labels": TOKENS, "shift_labels": LABELS}, 5),
+        (OwnLoss(), Causal(), {"input_ids": TOKENS, "labels": LABELS}, 3),
+        (OwnLoss(), OldCausal(), {"input_ids": TOKENS, "labels": LABELS}, 3),
+        (OwnLoss(), Decoder(), {"input_ids": TOKENS, "labels": LABELS}, 5),
+        (OwnLoss(), Causal(), {"labels": TOKENS, "shift_labels": LABELS}, 5),
         (OwnLoss(), TRANSLATOR, {"input_ids": TOKENS, "labels": LABELS}, 5),
     ],
 )
@@ -55,6 +83,15 @@ LLAVA: dict[str, Any] = {
     "vision_config": {**SMALL, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4},
     "image_token_index": 7,
 }
+GPT2 = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+BART: dict[str, Any] = {
+    "vocab_size": 8,
+    "d_model": 8,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 8,
+    "pad_token_id": 0,
+}
 T5: dict[str, Any] = {
     "vocab_size": 8,
     "d_model": 8,
@@ -71,18 +108,20 @@ T5: dict[str, Any] = {
     ("kind", "of", "words"),
     [
         ("Llama", "ForCausalLM", SMALL),
-        ("GPT2", "LMHeadModel", {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}),
+        ("GPT2", "LMHeadModel", GPT2),
         ("Llava", "ForConditionalGeneration", LLAVA),
         ("XLNet", "LMHeadModel", {"vocab_size": 8, "d_model": 8, "n_layer": 1, "n_head": 2}),
         ("Bert", "ForMaskedLM", SMALL),
         ("T5", "ForConditionalGeneration", T5),
+        ("Bart", "ForCausalLM", BART),
+        ("TrOCR", "ForCausalLM", {**BART, "hidden_size": 8}),
+        ("GPT2", "DoubleHeadsModel", GPT2),
     ],
 )
 def test_the_first_label_counts_where_a_model_of_transformers_uses_it(
     kind: str, of: str, words: dict[str, Any], compiled: bool
 ) -> None:
-    """It counted in models whose `loss_type` is not ForCausalLM, and which shift the labels
-    nevertheless."""
+    """The name of a class does not say it: a Llava shifts the labels, a BartForCausalLM does not."""
     transformers = pytest.importorskip("transformers")
     made = getattr(transformers, kind + of)(getattr(transformers, f"{kind}Config")(**words))
     tokens = torch.tensor([[1, 2, 3]])

@@ -91,6 +91,27 @@ def test_the_page_of_the_last_failure_and_the_time_are_told() -> None:
     assert "driver" in died.cause
 
 
+@pytest.mark.parametrize(
+    ("events", "advice"),
+    [
+        ((), f"if the run has left a checkpoint, {RESUME}"),
+        ((event("report", rank=0, values={}, step=1, kept=1),), RESUME),
+        ((event("saved", rank=0, step=1, path="/a/step-1"),), RESUME),
+        (
+            (event("begin", rank=0, resumed=9, checkpoint="/b/9"),),
+            "to continue: the same command with resume=/b/9",
+        ),
+    ],
+)
+def test_a_driver_that_died_is_continued_from_what_there_is(
+    events: tuple[Event, ...], advice: str
+) -> None:
+    of = messages()
+    for each in (*BEGIN, *events):
+        of.add(each)
+    assert of.driver_died(200.0).todo.endswith(f"a closed session; {advice}")
+
+
 def message(cause: str = "a < b & c > d") -> RunMessage:
     of = messages()
     of.add(BEGIN[0])

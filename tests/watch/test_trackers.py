@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from raydist.watch.trackers import Ending, Ledger, Task
 from raydist.watch.trackers.child import FailurePages, Follower
 from raydist.watch.trackers.mlflow import Mlflow, plain
 from raydist.watch.trackers.tensorboard import unused
+from raydist.watch.trackers.wandb import Wandb
 from tests.records import event, line
 
 OLD = Ledger(id="1", newest=Position(2, 9), sent_kinds=["failed"])
@@ -73,17 +75,47 @@ def test_a_page_is_sent_once_it_says_what_came_of_the_failure(tmp_path: Path) ->
     assert [*pages.due(over=True)] == [second]
 
 
-def test_no_password_of_a_store_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = SimpleNamespace(update_run=lambda id, status: None)
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What an imitation of MLflow is given: text by run and file."""
+    kept: dict[str, str] = {}
+    client = SimpleNamespace(
+        update_run=lambda id, status: None,
+        log_text=lambda id, text, file: kept.update({f"{id}/{file}": text}),
+    )
     made: Any = SimpleNamespace(
         MlflowClient=lambda: client, get_tracking_uri=lambda: "http://bob:hunter2@host:5000"
     )
     monkeypatch.setitem(sys.modules, "mlflow", made)
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
         monkeypatch.setenv(name, "1")
+    return kept
+
+
+@pytest.mark.usefixtures("kept")
+def test_no_password_of_a_store_is_shown(tmp_path: Path) -> None:
     tracker = Mlflow(Task("mlflow", str(tmp_path), "digits", {}, False, False, 0), "abc")
     assert tracker.link == "http://***@host:5000 run abc"
     assert "hunter2" in tracker.variables["MLFLOW_TRACKING_URI"]  # the program needs it
+
+
+def test_the_page_of_a_resumed_run_is_beside_that_of_the_run_before(
+    tmp_path: Path, kept: dict[str, str]
+) -> None:
+    """It replaced it: one run of MLflow, or of W&B, has the pages of both."""
+    saved: list[str] = []
+    wandb: Any = object.__new__(Wandb)
+    wandb._run = SimpleNamespace(
+        save=lambda path, base_path, policy: saved.append(os.path.relpath(path, base_path))
+    )
+    for name in ("first", "resumed"):
+        page = tmp_path / name / "blame-1.txt"
+        page.parent.mkdir()
+        page.write_text(name)
+        Mlflow(Task("mlflow", str(page.parent), name, {}, False, False, 0), "abc").page(page)
+        wandb.page(page)
+    assert kept == {"abc/first/blame-1.txt": "first", "abc/resumed/blame-1.txt": "resumed"}
+    assert saved == ["first/blame-1.txt", "resumed/blame-1.txt"]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,17 @@ def test_of_a_long_exception_the_beginning_and_the_end_are_told(events: Seen) ->
     assert context.exception_facts(ValueError("short"))["message"] == "short"
 
 
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [(None, None), (0, None), (256, None), (3, 3), (-1, 255), (True, 1), ("no", 0), ("", 0)],
+)
+@pytest.mark.usefixtures("events")
+def test_an_exit_is_read_as_by_python(code: Any, wanted: int | None) -> None:
+    """0: a failure without a number."""
+    event = context.exit_event(SystemExit(code))
+    assert (event and event.code) == wanted
+
+
 def test_a_rank_is_read_from_torchruns_variables() -> None:
     env = {
         "RANK": "5",

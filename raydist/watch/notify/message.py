@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from raydist.reporting.advice import advice_for
+from raydist.reporting.advice import advice_for, refuses_checkpoint
 from raydist.reporting.page import end_of
 from raydist.reporting.progress import duration
 from raydist.reporting.result import Figures
@@ -115,12 +115,16 @@ class Messages:
     def __init__(self, about: About) -> None:
         self._about = about
         self._figures = Figures()
+        self._kept = False
+        """Whether the run has had a state in memory."""
 
     def add(self, happened: Event) -> RunMessage | None:
         """Process one event; return the message that follows from it, if any."""
         self._figures.add(happened)
         folder = self._about.dir
         match happened:
+            case kinds.Report(kept=int()):
+                self._kept = True
             case kinds.Hang():
                 todo = f"raydist stacks {folder} shows where each rank is"
                 return self._message("hung", happened.t, happened.text, todo)
@@ -141,7 +145,14 @@ class Messages:
         """Return the message about the driver's death. `now`: in seconds since the epoch."""
         self._figures.ended_at = now
         todo = "find out what ended it: dmesg, the batch system, a closed session"
-        return self._message("failed", now, DIED, f"{todo}; {self._resume()}")
+        _, earlier = self._figures.failures.resumed_from
+        if self._kept or self._figures.checkpoint:  # what is in memory is saved without the driver
+            resume = self._resume()
+        elif earlier:
+            resume = to_continue(earlier)
+        else:  # a loop that reports nothing may have saved a state all the same
+            resume = f"if the run has left a checkpoint, {self._resume()}"
+        return self._message("failed", now, DIED, f"{todo}; {resume}")
 
     def _run_failed(self, result: kinds.Result) -> RunMessage:
         """Return the message about a run that failed; it has a page if a rank failed."""
@@ -149,7 +160,10 @@ class Messages:
         if not result.cause:
             return self._message("failed", result.t, cause, "")
         failures = self._figures.failures.found
-        advice = [advice_for(end_of(result.cause)), self._resume() if result.checkpoint else ""]
+        end = end_of(result.cause)
+        advice = [advice_for(end)]
+        if result.checkpoint and not refuses_checkpoint(end):
+            advice.append(self._resume())
         page = f"{self._about.dir}/{failures[-1].page}" if failures else ""
         return self._message("failed", result.t, cause, "; ".join(filter(None, advice)), page)
 
@@ -209,9 +223,9 @@ def machine_lost(about: About, sign: LastSign) -> RunMessage:
     )
 
 
-def to_continue(folder: str) -> str:
-    """Return a text that tells how to continue the run of this folder."""
-    return f"to continue: the same command with {shlex.quote(f'resume={folder}')}"
+def to_continue(path: str) -> str:
+    """Return a text that tells how to continue the run of this folder, or from this checkpoint."""
+    return f"to continue: the same command with {shlex.quote(f'resume={path}')}"
 
 
 def shortened(cause: str) -> str:

@@ -78,7 +78,8 @@ class Mlflow:
             self._client.log_batch(self.id, metrics=some)
 
     def page(self, path: Path) -> None:
-        self._client.log_text(self.id, path.read_text(), path.name)
+        # A resumed run, which has pages of the same names, continues this one.
+        self._client.log_text(self.id, path.read_text(), f"{path.parent.name}/{path.name}")
 
     def close(self, ending: Ending) -> None:
         tags = {"raydist.status": ending.status, "raydist.culprit": ending.text}

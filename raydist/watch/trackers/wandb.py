@@ -57,7 +57,6 @@ class Wandb:
         self.id = run
         self.variables = {"WANDB_RUN_ID": run, "WANDB_RESUME": "allow"}
         self.link = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
-        self._folder = task.folder
         self._teardown = wandb.teardown
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step", step_sync=False)
@@ -75,7 +74,9 @@ class Wandb:
             self._run.log({**values, **({"system/t": t} if step is None else {axis: step})})
 
     def page(self, path: Path) -> None:
-        self._run.save(str(path), base_path=self._folder, policy="now")
+        # With the name of its folder: a resumed run, which has pages of the same names, continues
+        # this one.
+        self._run.save(str(path), base_path=str(path.parent.parent), policy="now")
 
     def close(self, ending: Ending) -> None:
         self._run.summary.update({"raydist.status": ending.status, "raydist.culprit": ending.text})
