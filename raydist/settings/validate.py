@@ -118,7 +118,7 @@ def validate(job: Job) -> Job:
         value = f"[{','.join(job.fabric.hca)}]"
         cause = f"with fabric.kind={job.fabric.kind} raydist chooses no HCAs"
         raise ConfigError.of("fabric.hca", value, cause, "fabric.kind=auto", "fabric.hca=[]")
-    arguments.check_arguments(job.args, job.init_method)
+    arguments.check_arguments(job.args, job.init_method, job.backend.name)
     return job
 
 

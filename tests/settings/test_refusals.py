@@ -359,6 +359,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "{master_port}",
         "init_method=tcp",
     ),
+    "placeholder without a value under Horovod": (
+        ["script=train.py", "args={master_port}", "backend=horovod"],
+        "args",
+        "{master_port}",
+        "",
+    ),
     "open quote": (["script=train.py", "args='a"], "args", "'a", "args=[VALUE,VALUE]"),
     "script with arguments": (
         ["script=python -u train.py --lr 1"],

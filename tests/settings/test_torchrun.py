@@ -179,7 +179,7 @@ def test_arguments_arrive_as_they_stand(
     Path("train.py").touch()
     translated = torchrun.translate_torchrun(["train.py", "first", arg], {})
     job = compose.compose(translated.overrides)
-    arguments.check_arguments(job.args, "env")
+    arguments.check_arguments(job.args, "env", "gloo")
     kept = config.from_dict(json.loads(json.dumps(config.as_dict(job)))).args  # as a rank gets it
     assert arguments.fill(kept, {}, "env", "gloo") == ["first", arg]
 
