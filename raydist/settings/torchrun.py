@@ -190,8 +190,8 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
     overrides = [text for text in overrides if text.partition("=")[0] not in typed]
     if any(text.startswith("scale.max_nodes=") for text in overrides):
         notes.append(
-            f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, as torchrun "
-            "does"
+            f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, and a lost "
+            "node counts towards --max-restarts, as with torchrun"
         )
     overrides += [
         *own,

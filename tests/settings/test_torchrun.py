@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from raydist.recovery import policy
 from raydist.settings import compose, config, torchrun
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
+from raydist.shared.outcome import Attempt, End
 from raydist.tools import launch
 from tests.conftest import ROOT
 
@@ -240,6 +242,20 @@ def test_what_is_needless_is_noted_and_let_be() -> None:
     assert not any("29500" in word for word in translated.overrides)
     [note] = torchrun.translate_torchrun(["--nnodes", "2:4", "train.py"], {}).notes
     assert note.startswith("--nnodes 2:4: ")
+    assert "--max-restarts" in note
+
+
+def test_a_lost_node_ends_an_elastic_launch_unless_max_restarts_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun's agents: a node that joins is no failure, but the peers of a lost one fail."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    lost = Attempt([End(0, "a", "stopped", 5.0), End(1, "b", "lost", 4.0)])
+    for flags, goes_on in (([], False), (["--max-restarts", "1"], True)):
+        translated = torchrun.translate_torchrun(["--nnodes", "1:2", *flags, "train.py"], {})
+        rule = compose.compose(translated.overrides).restart
+        assert isinstance(policy.decide(rule, [lost], program=True), policy.Retry) is goes_on
 
 
 def test_the_page_lists_flags_by_what_becomes_of_them() -> None:
