@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
             "init_method=file",
             "snapshot.every=0",
             "script=train.py",
+            "restart=none",
         )
     },
     "unknown key": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
