@@ -109,8 +109,10 @@ def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
             help=f"not needed: {why}",
             metavar="…",
         )
-    for name in REFUSED:
-        parser.add_argument(*spellings(name), nargs="?", const="", help=argparse.SUPPRESS)
+    parser.add_argument(*spellings("logs-specs"), help=argparse.SUPPRESS)
+    parser.add_argument(  # a switch: the word after it is the script
+        *spellings("virtual-local-rank"), action="store_const", const="", help=argparse.SUPPRESS
+    )
     parser.add_argument(
         *spellings("node-rank"),
         default="0",
@@ -151,10 +153,6 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
     """Return the overrides for torchrun's command line; ConfigError for what raydist cannot do."""
     arguments = vars(torchrun_parser(environ).parse_args(list(argv)))
     flags = {name.replace("_", "-"): value for name, value in arguments.items()}
-    # First, and without a value: that of a switch would be the script's name.
-    for name, why in REFUSED.items():
-        if flags[name] is not None:
-            raise ConfigError.of(f"--{name}", None, f"{why}; leave this flag out")
     own = list(itertools.takewhile(is_override, flags["rest"]))
     program = flags["rest"][len(own) :]
     if not program:
@@ -164,6 +162,9 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
         example = f"raydist launch {program[0]} … {shlex.join(own)} train.py"
         why = "torchrun's flags come before raydist's settings"
         raise ConfigError(f"{program[0]}: {why}; type {example}", program[0], None, example)
+    for name, why in REFUSED.items():
+        if flags[name] is not None:
+            raise ConfigError.of(f"--{name}", flags[name] or None, f"{why}; leave this flag out")
     if flags["node-rank"] != "0":
         raise ConfigError.of(
             "--node-rank",

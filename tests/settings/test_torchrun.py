@@ -195,7 +195,7 @@ def test_arguments_arrive_as_they_stand(
         ("--nproc-per-node all train.py", "--nproc-per-node", "all", "--nproc-per-node auto"),
         ("--node-rank 1 train.py", "--node-rank", "1", "--nnodes N"),
         ("--virtual-local-rank train.py", "--virtual-local-rank", None, ""),
-        ("--logs-specs default train.py", "--logs-specs", None, ""),
+        ("--logs-specs default train.py", "--logs-specs", "default", ""),
         ("--max-restarts x train.py", "--max-restarts", "x", "--max-restarts 3"),
         ("-r 7 train.py", "--redirects", "7", "--redirects 3"),
         (
