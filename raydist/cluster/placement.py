@@ -20,7 +20,7 @@ from raydist.cluster.nodes import (
 )
 from raydist.cluster.shortage import never_fits
 from raydist.settings.config import Job, Scale
-from raydist.settings.mesh import check_microbatches, divides, mesh_shape
+from raydist.settings.mesh import check_division, divides
 from raydist.shared.errors import ConfigError, LaunchError
 from raydist.shared.rank_names import counted
 
@@ -165,7 +165,7 @@ def check_parallel(job: Job, request: ResourceRequest) -> None:
         least = job.scale.nodes or 1
         sizes = [nodes * per_node for nodes in range(least, job.scale.max_nodes + 1)]
     for ranks in sizes:
-        check_microbatches(job, mesh_shape(job.parallel, ranks, per_node))
+        check_division(job, ranks, per_node)
 
 
 def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:

@@ -21,6 +21,8 @@ def why_not(job: Job) -> str:
         return f"init_method={job.init_method} has a new meeting point for each attempt"
     if job.snapshot.every == 0:
         return "snapshot.every=0 keeps no state in memory"
+    if job.restart.max == 0:
+        return "restart.max=0 replaces no rank"
     return ""
 
 

@@ -173,6 +173,32 @@ def check_chunks(job: Job, shape: MeshShape, own_loss: bool = False) -> None:
         raise ConfigError.of("train.loss_chunks", chunks, why, "train.loss_chunks=1")
 
 
+def check_portions(job: Job, shape: MeshShape) -> None:
+    """Raise ConfigError if a global batch does not split evenly among the ranks and the passes.
+
+    In an elastic run portions may differ by one sample.
+    """
+    batch, each = job.data.global_batch, shape.data * job.train.accumulate
+    if job.scale.max_nodes is None and batch is not None and batch % each:
+        near = max(1, round(batch / each)) * each
+        cause = (
+            f"{shape.data} parts of the ranks x train.accumulate={job.train.accumulate} cannot "
+            "share it evenly"
+        )
+        raise ConfigError.of("data.global_batch", batch, cause, f"data.global_batch={near}")
+
+
+def check_division(job: Job, ranks: int, per_node: int) -> None:
+    """Raise ConfigError if the model, or a step's samples, cannot be divided among these ranks.
+
+    `per_node`: ranks of each node.
+    """
+    shape = mesh_shape(job.parallel, ranks, per_node)
+    check_microbatches(job, shape)
+    check_chunks(job, shape)
+    check_portions(job, shape)
+
+
 def _unfit(settings: Parallel, shape: MeshShape, ranks: int) -> ConfigError:
     """Return the error for a product that is not the number of ranks; it names the typed number."""
     stages = f"pp {shape.pp} x " if shape.pp > 1 else ""

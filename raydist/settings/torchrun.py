@@ -109,8 +109,10 @@ def torchrun_parser(environ: Mapping[str, str]) -> TorchrunParser:
             help=f"not needed: {why}",
             metavar="…",
         )
-    for name in REFUSED:
-        parser.add_argument(*spellings(name), nargs="?", const="", help=argparse.SUPPRESS)
+    parser.add_argument(*spellings("logs-specs"), help=argparse.SUPPRESS)
+    parser.add_argument(  # a switch: the word after it is the script
+        *spellings("virtual-local-rank"), action="store_const", const="", help=argparse.SUPPRESS
+    )
     parser.add_argument(
         *spellings("node-rank"),
         default="0",
@@ -189,8 +191,8 @@ def translate_torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.envi
     overrides = [text for text in overrides if text.partition("=")[0] not in typed]
     if any(text.startswith("scale.max_nodes=") for text in overrides):
         notes.append(
-            f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, as torchrun "
-            "does"
+            f"--nnodes {flags['nnodes']}: the script is restarted when a node joins, and a lost "
+            "node counts towards --max-restarts, as with torchrun"
         )
     overrides += [
         *own,

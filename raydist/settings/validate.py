@@ -13,7 +13,7 @@ from raydist.settings import in_place, notices, profiled
 from raydist.settings.config import TRACKERS, Backend, Job, Parallel, Scale, Sweep
 from raydist.settings.duration import seconds_of
 from raydist.settings.fused import fused_choice
-from raydist.settings.mesh import check_chunks, check_microbatches, divides, mesh_shape
+from raydist.settings.mesh import check_division, divides, mesh_shape
 from raydist.settings.priority import priority_of
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
@@ -118,7 +118,7 @@ def validate(job: Job) -> Job:
         value = f"[{','.join(job.fabric.hca)}]"
         cause = f"with fabric.kind={job.fabric.kind} raydist chooses no HCAs"
         raise ConfigError.of("fabric.hca", value, cause, "fabric.kind=auto", "fabric.hca=[]")
-    arguments.check_arguments(job.args, job.init_method)
+    arguments.check_arguments(job.args, job.init_method, job.backend.name)
     return job
 
 
@@ -345,23 +345,7 @@ def _check_parallel(job: Job) -> None:
         raise wrong("shards are contiguous", "train.channels_last=false", "parallel=ddp")
     if scale.nodes is not None and scale.per_node is not None:
         for nodes in range(scale.nodes, (scale.max_nodes or scale.nodes) + 1):
-            shape = mesh_shape(settings, nodes * scale.per_node, scale.per_node)
-            check_microbatches(job, shape)
-            check_chunks(job, shape)
-        if scale.max_nodes is None:
-            _check_portions(job, shape.data)
-
-
-def _check_portions(job: Job, parts: int) -> None:
-    """Check that a global batch splits evenly among the parts of the ranks and the passes."""
-    batch, each = job.data.global_batch, parts * job.train.accumulate
-    if batch is not None and batch % each:
-        near = max(1, round(batch / each)) * each
-        cause = (
-            f"{parts} parts of the ranks x train.accumulate={job.train.accumulate} cannot "
-            "share it evenly"
-        )
-        raise ConfigError.of("data.global_batch", batch, cause, f"data.global_batch={near}")
+            check_division(job, nodes * scale.per_node, scale.per_node)
 
 
 def size_override(scale: Scale) -> str:

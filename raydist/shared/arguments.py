@@ -23,8 +23,11 @@ PLACEHOLDERS = {
 BRACES = re.compile(r"(\{+)([A-Za-z_]\w*)(\}+)")
 
 
-def check_arguments(args: Sequence[str], init_method: str) -> None:
-    """Raise ConfigError for a placeholder that is unknown, or has no value with `init_method`."""
+def check_arguments(args: Sequence[str], init_method: str, backend: str) -> None:
+    """Raise ConfigError for a placeholder that is unknown, or has no value.
+
+    There is no port with some values of `init_method` and `backend`.
+    """
     for arg in args:
         for match in BRACES.finditer(arg):
             name = match[2]
@@ -37,6 +40,9 @@ def check_arguments(args: Sequence[str], init_method: str) -> None:
             if name == "master_port" and init_method == "file":
                 cause = "with init_method=file there is no port"
                 raise ConfigError.of("args", "{master_port}", cause, "init_method=tcp")
+            if name == "master_port" and backend == "horovod":
+                cause = "with backend=horovod raydist opens no port; type a number instead"
+                raise ConfigError.of("args", "{master_port}", cause)
 
 
 def fill(args: Sequence[str], env: Mapping[str, str], init_method: str, backend: str) -> list[str]:

@@ -16,7 +16,7 @@ from raydist.cluster import nodes as there
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node, NodeType, ResourceRequest, nodes_from_ray, types_from_config
 from raydist.cluster.shortage import describe_missing, describe_shortage
-from raydist.settings.config import Backend, Job, Parallel, Scale
+from raydist.settings.config import Backend, Data, Job, Parallel, Scale, Train
 from raydist.shared.errors import ConfigError
 
 
@@ -598,6 +598,30 @@ def test_a_division_has_to_fit_every_size_that_a_run_may_get(parallel: Parallel,
     assert refused.value.key == key
     fixed = replace(elastic, scale=Scale(nodes=2))
     assert placement.resources_for(fixed, GPUS).world_size == 16
+
+
+@pytest.mark.parametrize(
+    ("division", "given", "key"),
+    [
+        (Parallel("fsdp"), Job(data=Data(global_batch=33)), "data.global_batch"),
+        (Parallel(tp=2), Job(train=Train(loss_chunks=4)), "train.loss_chunks"),
+    ],
+)
+def test_what_nodes_decide_is_refused_as_what_is_typed(
+    division: Parallel, given: Job, key: str
+) -> None:
+    """Without scale.per_node each rank refused it, once Ray and all ranks had started."""
+    asking = replace(given, scale=Scale(nodes=2), parallel=division)
+    with pytest.raises(ConfigError) as refused:
+        placement.resources_for(asking, GPUS)
+    assert refused.value.key == key
+
+
+def test_portions_of_an_elastic_run_may_differ_by_a_sample() -> None:
+    asking = Job(
+        scale=Scale(nodes=1, max_nodes=2), parallel=Parallel("fsdp"), data=Data(global_batch=33)
+    )
+    assert placement.resources_for(asking, GPUS).world_size == 16
 
 
 def test_backend_script_is_nccl_where_there_are_gpus() -> None:

@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
             "init_method=file",
             "snapshot.every=0",
             "script=train.py",
+            "restart=none",
         )
     },
     "unknown key": (["optm.lr=0.1"], "optm.lr", "0.1", "optim.lr=0.1"),
@@ -358,6 +359,12 @@ REFUSED: dict[str, tuple[Sequence[str], str, Any, str]] = {
         "args",
         "{master_port}",
         "init_method=tcp",
+    ),
+    "placeholder without a value under Horovod": (
+        ["script=train.py", "args={master_port}", "backend=horovod"],
+        "args",
+        "{master_port}",
+        "",
     ),
     "open quote": (["script=train.py", "args='a"], "args", "'a", "args=[VALUE,VALUE]"),
     "script with arguments": (

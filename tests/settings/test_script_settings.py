@@ -52,7 +52,7 @@ def job(*words: str) -> Job:
     ],
 )
 def test_words_in_braces(arg: str, becomes: str) -> None:
-    arguments.check_arguments([arg], "tcp")
+    arguments.check_arguments([arg], "tcp", "gloo")
     assert arguments.fill([arg], ENV, "tcp", "gloo") == [becomes]
 
 

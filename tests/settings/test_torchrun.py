@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from raydist.recovery import policy
 from raydist.settings import compose, config, torchrun
 from raydist.shared import arguments
 from raydist.shared.errors import ConfigError
+from raydist.shared.outcome import Attempt, End
 from raydist.tools import launch
 from tests.conftest import ROOT
 
@@ -179,7 +181,7 @@ def test_arguments_arrive_as_they_stand(
     Path("train.py").touch()
     translated = torchrun.translate_torchrun(["train.py", "first", arg], {})
     job = compose.compose(translated.overrides)
-    arguments.check_arguments(job.args, "env")
+    arguments.check_arguments(job.args, "env", "gloo")
     kept = config.from_dict(json.loads(json.dumps(config.as_dict(job)))).args  # as a rank gets it
     assert arguments.fill(kept, {}, "env", "gloo") == ["first", arg]
 
@@ -192,7 +194,8 @@ def test_arguments_arrive_as_they_stand(
         ("--nnodes two train.py", "--nnodes", "two", "--nnodes 2"),
         ("--nproc-per-node all train.py", "--nproc-per-node", "all", "--nproc-per-node auto"),
         ("--node-rank 1 train.py", "--node-rank", "1", "--nnodes N"),
-        ("--virtual-local-rank x train.py", "--virtual-local-rank", "x", ""),
+        ("--virtual-local-rank train.py", "--virtual-local-rank", None, ""),
+        ("--logs-specs default train.py", "--logs-specs", "default", ""),
         ("--max-restarts x train.py", "--max-restarts", "x", "--max-restarts 3"),
         ("-r 7 train.py", "--redirects", "7", "--redirects 3"),
         (
@@ -239,6 +242,20 @@ def test_what_is_needless_is_noted_and_let_be() -> None:
     assert not any("29500" in word for word in translated.overrides)
     [note] = torchrun.translate_torchrun(["--nnodes", "2:4", "train.py"], {}).notes
     assert note.startswith("--nnodes 2:4: ")
+    assert "--max-restarts" in note
+
+
+def test_a_lost_node_ends_an_elastic_launch_unless_max_restarts_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun's agents: a node that joins is no failure, but the peers of a lost one fail."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    lost = Attempt([End(0, "a", "stopped", 5.0), End(1, "b", "lost", 4.0)])
+    for flags, goes_on in (([], False), (["--max-restarts", "1"], True)):
+        translated = torchrun.translate_torchrun(["--nnodes", "1:2", *flags, "train.py"], {})
+        rule = compose.compose(translated.overrides).restart
+        assert isinstance(policy.decide(rule, [lost], program=True), policy.Retry) is goes_on
 
 
 def test_the_page_lists_flags_by_what_becomes_of_them() -> None:
