@@ -221,6 +221,7 @@ class Recoverable:
                 steps=count,
                 resumed=done,
                 checkpoint=checkpoint.newest_path(),
+                fit=context.later_fit(context.current().fit),
             )
         )
 
