@@ -186,10 +186,14 @@ def attempt_placed(
 def next_request(job: Job, earlier: ResourceRequest | None) -> ResourceRequest:
     """Return the resources that the next placement of a job requests.
 
-    `earlier`: those of the placement before. If the cluster has too few nodes for the job now, or
-    none with GPUs, some were lost since then: the run waits until they are back (scale.wait_s).
-    ConfigError: it has too few for the first placement.
+    `earlier`: those of the placement before. A run keeps its size, unless that may change. If the
+    cluster has too few nodes for the job now, or none with GPUs, some were lost since then: the run
+    waits until they are back (scale.wait_s). ConfigError: it has too few for the first placement.
     """
+    # scale=cluster is the nodes of the beginning: with another number of ranks the global batch
+    # would be another, and nothing would say so.
+    if earlier is not None and job.scale.max_nodes is None:
+        return earlier
     nodes = drain.usable_nodes(job, connect.alive_nodes())
     try:
         request = placement.resources_for(job, nodes, connect.node_types())

@@ -57,6 +57,10 @@ class NodeType:
     labels: Mapping[str, str] | None = None
     """None if Ray does not report them."""
 
+    def may_match(self, selector: Mapping[str, str]) -> bool:
+        """Report whether a node of this type may fit a label selector of Ray."""
+        return self.labels is None or matches(self.labels, selector)
+
 
 def nodes_from_ray(
     ray_nodes: Iterable[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
@@ -256,7 +260,7 @@ def select_nodes(
             cause = "Ray's selectors are VALUE, !VALUE, in(A,B) and !in(A,B)"
             raise ConfigError.of(f"scale.labels.{key}", pattern, cause, right)
     chosen = [node for node in nodes if matches(node.labels, selector)]
-    kinds = [kind for kind in types if kind.labels is None or matches(kind.labels, selector)]
+    kinds = [kind for kind in types if kind.may_match(selector)]
     if nodes and not chosen and not kinds:
         raise _unmatched(nodes, selector)
     return chosen, kinds

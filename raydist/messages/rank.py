@@ -67,7 +67,7 @@ class Holding(RankReply):
 
 
 @dataclass(frozen=True)
-class HoldRank(Request[int], RankMessage):
+class HoldRank(Request[Holding], RankMessage):
     """Ask the rank to pause after its current step; reply with that step.
 
     The agent forwards the message to the rank.
@@ -82,6 +82,8 @@ class StopAfter(Request[None], RankMessage):
     """
 
     step: int
+    fit: int = 0
+    """As Holding.fit."""
 
 
 @dataclass(frozen=True)

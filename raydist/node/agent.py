@@ -156,9 +156,7 @@ class RankAgent:
                 return await self._process.native_stack() if self._process is not None else None
             case AskNccl():
                 return await self._process.ask_nccl() if self._process is not None else ""
-            case HoldRank():
-                return (await self._newest_process().hold(request)).step
-            case HoldForAction():
+            case HoldRank() | HoldForAction():
                 return await self._newest_process().hold(request)
             case PrepareProfile():
                 return await self._running_process().channel.prepare_profile(request)

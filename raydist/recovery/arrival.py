@@ -32,6 +32,8 @@ class Arrival:
     """The step from which the loop continued."""
     stepped: bool = False
     """Whether a later step was reported: one of the same step may be an evaluation."""
+    fit: int = 0
+    """The number of the last raydist.fit that began, from 1; 0: none."""
 
     def add(self, event: Event) -> dict[str, float]:
         """Read one event; return the seconds of each part of the launch that it completes."""
@@ -39,8 +41,10 @@ class Arrival:
         match event:
             case kinds.Joined():
                 self.joined_at[event.rank] = event.t
-            case kinds.Begin(rank=0):
-                self.resumed_step = event.resumed or 0
+            case kinds.Begin():
+                self.fit = max(self.fit, event.fit or 1)
+                if event.rank == 0:
+                    self.resumed_step = event.resumed or 0
             case kinds.Report() if event.step is not None:
                 self.stepped = self.stepped or event.step > self.resumed_step
                 if self.first_step_at is None:
@@ -137,6 +141,11 @@ class Beginning:
     def stepped(self) -> bool:
         """Whether a rank has made a step."""
         return self._arrival.stepped
+
+    @property
+    def fit(self) -> int:
+        """The number of the last raydist.fit that began; 0: none."""
+        return self._arrival.fit
 
     def running_s(self, now: float) -> float:
         """Return the seconds since all ranks have met, or since the attempt began."""

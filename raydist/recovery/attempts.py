@@ -285,6 +285,7 @@ def run_attempt(
             resize=supervisor.resize,
             made_way=supervisor.made_way,
             stepped=supervisor.stepped,
+            fit=supervisor.fit,
         )
         group.hosts.record_attempt(
             first_cause(attempt.ends) if attempt.error is None else None, supervisor.slow

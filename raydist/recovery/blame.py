@@ -33,16 +33,19 @@ NETWORK_TYPES = frozenset(
 """Exceptions that another rank's death causes (torch/distributed/__init__.py,
 horovod/common/exceptions.py)."""
 
-NETWORK_WORDS = re.compile(
-    r"gloo/transport/|Connection (closed|reset) by peer|Connection refused|Broken "
-    r"pipe|monitoredBarrier"
-    r"|NCCL (error|watchdog|communicator was aborted)|ncclRemoteError|ncclSystemError|unhandled "
-    r"system error"
+PEER_WORDS = re.compile(
+    r"gloo/transport/|monitoredBarrier"
+    r"|NCCL (error|watchdog|communicator was aborted)|ncclRemoteError|ncclSystemError"
     r"|[Ww]atchdog caught collective|collective operation timeout|Horovod has been shut down"
     r"|The client socket has (timed out|failed)|wait timeout after \d+ ?ms",
 )
 """Messages after the death of a peer: those of gloo and TCPStore (torch 2.15, one of three ranks
 killed), NCCL, Horovod."""
+NETWORK_WORDS = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|unhandled system error"
+)
+"""Messages of the same libraries, in a RuntimeError. Clients of databases and of HTTP have them in
+exceptions of their own types: those say nothing about another rank."""
 
 OWN_KERNEL = re.compile(r"device-side assert triggered")
 """CUDA's error that only this rank's own kernel causes, as only its own GPU causes BROKEN_GPU,
@@ -95,7 +98,8 @@ def is_victim(end: End) -> bool:
 
 def aborted_alone(end: End) -> bool:
     """Return whether a rank's native code aborted, and nothing tells of another rank."""
-    tells = NETWORK_WORDS.search(end.message) or "watchdog" in end.message
+    words = PEER_WORDS.search(end.message) or NETWORK_WORDS.search(end.message)
+    tells = words or "watchdog" in end.message
     return end.how == "killed" and end.signal == signal.SIGABRT and not tells
 
 
@@ -169,12 +173,17 @@ def _guilt(end: End) -> int:
         return 0
     if end.signal == signal.SIGABRT and BAD_HEAP.match(end.message):
         return 0
-    if end.how == "raised" and (end.type in NETWORK_TYPES or NETWORK_WORDS.search(end.message)):
-        return 2
-    if end.how == "ended":
+    if end.how == "ended" or (end.how == "raised" and _lost_peer(end.type, end.message)):
         return 2
     aborted = end.signal == signal.SIGABRT or end.phase == "finalize"
     return int(end.how == "killed" and aborted)
+
+
+def _lost_peer(type: str, message: str) -> bool:
+    """Return whether an exception is one that the death of another rank causes."""
+    if type in NETWORK_TYPES or PEER_WORDS.search(message):
+        return True
+    return type == "RuntimeError" and NETWORK_WORDS.search(message) is not None
 
 
 def failure_text(ends: Sequence[End]) -> str:

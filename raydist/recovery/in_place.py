@@ -88,6 +88,11 @@ class Meeting:
         """Whether a rank has made a step."""
         return self._beginning.stepped
 
+    @property
+    def fit(self) -> int:
+        """The number of the last raydist.fit that began; 0: none."""
+        return self._beginning.fit
+
     def add(self, rank: int, event: Event) -> list[kinds.Phase | kinds.Restarted]:
         """Record an event of a rank; return the events that follow from it."""
         return [self._complete(each) for each in self._beginning.add(rank, event)]

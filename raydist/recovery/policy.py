@@ -121,8 +121,8 @@ def decide(
     whether the ranks run one (script=).
     """
     last = past[-1]
-    # A program need not report its steps: then only `restart.max` limits its failures.
-    steps_known = not program or any(attempt.reached for attempt in past)
+    # A job or program need not report its steps: then nobody knows whether it makes progress.
+    steps_known = any(attempt.reached or attempt.fit for attempt in past)
     end = first_cause(last.ends)
     if last.error is None and end is None and last.resize and unfinished(last):
         return Retry(tuple(past))
@@ -132,7 +132,8 @@ def decide(
         return GiveUp("")
     if end.type in NEVER:
         return GiveUp(f"another attempt would end with the same {end.type}")
-    if steps_known and len(past) > 1 and same(first_cause(past[-2].ends), end):
+    # A job that raises the same before it has reported a step has a bug at its beginning.
+    if (steps_known or not program) and len(past) > 1 and same(past[-2], last):
         return GiveUp(f"the same failure came twice at step {end.step}")
     if steps_known and (stuck := without_progress(past)) >= STUCK:
         return GiveUp(f"{stuck} failures in a row without a step beyond step {last.reached}")
@@ -173,29 +174,34 @@ def counts(rule: Restart, attempt: Attempt, now: float) -> bool:
 def without_progress(past: Sequence[Attempt]) -> int:
     """Return the consecutive failures since an attempt last reached a new step.
 
-    A step is new if no earlier attempt had reached it. The last attempt is included.
+    A step is new if no earlier attempt had reached it; each raydist.fit of a job has its own steps.
+    The last attempt is included.
     """
-    furthest, count = -1, 0
+    furthest, count = (-1, -1), 0
     for attempt in past:
         end = first_cause(attempt.ends)
         if end is not None and end.preempted:
             continue
-        if attempt.reached > furthest:
+        at = (attempt.fit, attempt.reached)
+        if at > furthest:
             count = 0
         count += end is not None
-        furthest = max(furthest, attempt.reached)
+        furthest = max(furthest, at)
     return count
 
 
-def same(one: End | None, other: End) -> bool:
-    """Return whether two failures are one fault of the job.
+def same(earlier: Attempt, last: Attempt) -> bool:
+    """Return whether the failures of two attempts are one fault of the job.
 
     They are if step, kind of end and message are the same.
     """
-    sent = other.how != "raised" and other.signal in FROM_OUTSIDE and not other.oom
-    if one is None or other.how in ("lost", "drained") or sent:
+    one, other = first_cause(earlier.ends), first_cause(last.ends)
+    if one is None or other is None or other.how in ("lost", "drained"):
         return False
-    return one.step == other.step and kind_of(one) == kind_of(other)
+    if other.how != "raised" and other.signal in FROM_OUTSIDE and not other.oom:
+        return False
+    at, before = (last.fit, other.step), (earlier.fit, one.step)
+    return at == before and kind_of(one) == kind_of(other)
 
 
 def first_line(end: End) -> str:

@@ -81,9 +81,9 @@ class Quiesce(AbstractContextManager["Quiesce"]):
             # no attempt, and others may not wait for it, as with Horovod's process sets.
             self._ask_each(ReleaseRank())
             return -1 if ended else None
-        step = max(reply.result() for reply in replies)
-        self._ask_each(StopAfter(step))
-        return step
+        last = max((reply.result() for reply in replies), key=lambda each: (each.fit, each.step))
+        self._ask_each(StopAfter(last.step, last.fit))
+        return last.step
 
     def _ask_each(self, request: Request[AnyReply]) -> list[Future[AnyReply]]:
         """Send a request to each rank; to none once the attempt is over: others may run then."""

@@ -93,6 +93,11 @@ class Supervisor:
         return self._meeting.stepped
 
     @property
+    def fit(self) -> int:
+        """The number of the last raydist.fit that began; 0: none."""
+        return self._meeting.fit
+
+    @property
     def resize(self) -> str:
         """Why the ranks were stopped to change the number of nodes; empty if they were not."""
         return self._phase.record.resize

@@ -143,6 +143,8 @@ class Attempt:
     """For which other run the attempt was ended, as text; empty for none."""
     stepped: bool = True
     """Whether a rank made a step. Otherwise the steps in `ends` are those from which it resumed."""
+    fit: int = 0
+    """The number of the last raydist.fit that began, from 1, whose steps `ends` has; 0: none."""
 
     @property
     def reached(self) -> int:

@@ -174,7 +174,7 @@ def find_entry(entries: Sequence[Entry], run: str) -> Entry:
 def read_rows() -> list[QueueRow]:
     """Return a row for each run: those with room first, then the line."""
     found, now = store.read_all(), time.time()
-    verdicts = order.order_runs(found.entries, seen_cluster(Job()), found.requests, now)
+    verdicts = order.order_runs(found.entries, seen_cluster(), found.requests, now)
 
     def row(entry: Entry) -> QueueRow:
         reason = why_waiting(verdicts[entry.id]) if entry.in_line else ""

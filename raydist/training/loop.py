@@ -139,7 +139,7 @@ class Training:
         """Tell the driver where this attempt begins."""
         progress, rank = self.state.progress, context.rank().rank
         context.set_step(progress.step)
-        context.current().stop_request.begin(progress.step)
+        context.current().stop_request.enter_fit(context.current().fit, progress.step)
         self._begin_changes()
         context.emit_event(
             kinds.Begin(

@@ -214,13 +214,14 @@ class Recoverable:
     def _announce(self, done: int, count: int) -> None:
         """Tell the driver where this attempt begins."""
         context.set_step(done)
-        context.current().stop_request.begin(done)
+        context.current().stop_request.enter_fit(context.current().fit, done)
         context.emit_event(
             kinds.Begin(
                 rank=context.rank().rank,
                 steps=count,
                 resumed=done,
                 checkpoint=checkpoint.newest_path(),
+                fit=context.later_fit(context.current().fit),
             )
         )
 

@@ -36,6 +36,8 @@ class StepLimit:
         self._done = done
         self._limit: int | None = None
         """The step after which the rank pauses."""
+        self._fit = self._limit_fit = 0
+        """The numbers of the raydist.fit whose steps these are; 0: outside of one."""
         self._known = threading.Event()
         """Set when a paused rank can continue."""
 
@@ -44,6 +46,12 @@ class StepLimit:
         with self._lock:
             self._done = step
 
+    def enter_fit(self, number: int, step: int) -> None:
+        """Note that a fit begins after this step. `number`: as Context.fit."""
+        with self._lock:
+            self._fit = number
+            self.begin(step)
+
     def hold(self) -> int:
         """Ask the rank to pause after its next step; return that step.
 
@@ -51,9 +59,14 @@ class StepLimit:
         """
         with self._lock:
             if self._limit is None:
-                self._limit = self._done + 1
+                self._limit, self._limit_fit = self._done + 1, self._fit
                 self._known.clear()
             return self._limit
+
+    def hold_in_fit(self) -> tuple[int, int]:
+        """Ask the rank to pause after its next step; return that step, and its fit's number."""
+        with self._lock:
+            return self.hold(), self._limit_fit
 
     def release(self) -> None:
         """Let a paused rank continue, because not all ranks hold."""
@@ -72,17 +85,9 @@ class AgreedActions(StepLimit):
         """`armed`: what is known from the beginning."""
         super().__init__()
         self.armed = armed
-        self._fit = 0
-        """The number of the raydist.fit; 0: outside of one."""
         self._outside = 0
         """Steps outside of a fit so far."""
         self._actions = list(armed)
-
-    def enter_fit(self, number: int, step: int) -> None:
-        """Note that a fit begins after this step. `number`: as Context.fit."""
-        with self._lock:
-            self._fit = number
-            self.begin(step)
 
     def leave_fit(self) -> None:
         """Note that the fit has ended; what was agreed for its later steps is dropped."""
@@ -90,11 +95,6 @@ class AgreedActions(StepLimit):
             self._actions = [each for each in self._actions if each.fit != self._fit]
             self._fit = 0
             self.begin(self._outside)
-
-    def hold_in_fit(self) -> tuple[int, int]:
-        """Ask the rank to pause after its next step; return that step, and the fit's number."""
-        with self._lock:
-            return super().hold(), self._fit
 
     def agree(self, action: Action) -> None:
         """Let a paused rank continue, and do this after its step."""

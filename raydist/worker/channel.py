@@ -206,9 +206,9 @@ class Channel:
             case TellActivity():
                 self._tell_activity()
             case HoldRank():
-                self.reply(Holding(current.stop_request.hold()))
-            case StopAfter(step):
-                current.stop_request.stop_after(step)
+                self.reply(Holding(*current.stop_request.hold_in_fit()))
+            case StopAfter(step, fit):
+                current.stop_request.stop_after(step, fit)
             case ReleaseRank():
                 current.stop_request.release()
             case HoldForAction():

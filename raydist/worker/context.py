@@ -87,18 +87,19 @@ class Rank:
 class StopRequest(StepLimit):
     """The request to stop after a step that is the same on all ranks.
 
-    Other ranks can continue after it.
+    Other ranks can continue after it. After the last step of a raydist.fit no rank stops: all do so
+    after the first step of the next one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._common: int | None = None
-        """The step after which all ranks stop."""
+        self._common: tuple[int, int] | None = None
+        """The fit's number and its step after which all ranks stop."""
 
-    def stop_after(self, step: int) -> None:
-        """Let the rank continue to this step, and stop after it."""
+    def stop_after(self, step: int, fit: int = 0) -> None:
+        """Let the rank continue to this step, and stop after it. `fit`: as Context.fit."""
         with self._lock:
-            self._common = step
+            self._common = (fit, step)
             self._known.set()
 
     def due(self, step: int) -> bool:
@@ -108,11 +109,11 @@ class StopRequest(StepLimit):
         """
         while True:
             with self._lock:
-                self._done = step
-                if self._limit is None or step < self._limit:
+                self._done, at = step, (self._fit, step)
+                if self._limit is None or at < (self._limit_fit, self._limit):
                     return False
                 if self._common is not None:
-                    return step >= self._common
+                    return at >= self._common
             self._known.wait()
 
     def leave(self, step: int) -> NoReturn:

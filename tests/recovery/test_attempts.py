@@ -14,9 +14,11 @@ from typing import Any, cast
 
 import pytest
 
-from raydist.cluster.nodes import ResourceRequest
+from raydist.cluster import connect, drain
+from raydist.cluster.nodes import Node, ResourceRequest
 from raydist.cluster.placement import Plan, assign_ranks
 from raydist.cluster.queue.turn import MakesWay
+from raydist.flow import next_request
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import GetValue, IsOpen, Open, RankValue
 from raydist.messages.checkup import ListenForPeers
@@ -24,13 +26,14 @@ from raydist.recovery import attempts, policy
 from raydist.recovery.arrival import RestartCost
 from raydist.recovery.attempts import Attempts
 from raydist.recovery.policy import GiveUp, Retry
-from raydist.settings.config import Job, Restart, Target
+from raydist.settings.config import Job, Restart, Scale, Target
 from raydist.shared import kinds, signals
 from raydist.shared.errors import LaunchError, RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.outcome import Attempt, End
 from raydist.state import checkpoint_files
 from raydist.state.write import SaveRequest
+from tests import canned
 from tests.launch.test_worker_group import (
     FakeHosts,
     fails_on,
@@ -494,3 +497,45 @@ def test_nothing_is_lost_if_the_newest_state_in_memory_is_on_the_disk(
     assert [each["text"] for each in it.seen if each["kind"] == "warning"] == (
         [] if held in (-1, 7) else ["no agent answers"]
     )
+
+
+def has(patch: pytest.MonkeyPatch, nodes: Sequence[Node]) -> None:
+    """Let the cluster have these nodes."""
+    patch.setattr(connect, "alive_nodes", lambda: nodes)
+    patch.setattr(connect, "node_types", list)
+    patch.setattr(drain, "drain_deadlines", dict)
+
+
+@pytest.mark.parametrize(
+    ("scale", "before"), [(Scale(nodes=None, per_node=4), 16), (Scale(nodes=2), 32)]
+)
+@pytest.mark.parametrize("later", [3, 5])
+def test_a_run_that_is_placed_again_has_the_ranks_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, scale: Scale, before: int, later: int
+) -> None:
+    """Other nodes would be other ranks, and so another global batch: the cluster's, or smaller
+    ones."""
+    job = Job(scale=scale)
+    has(monkeypatch, canned.nodes(4))
+    request = next_request(job, None)
+    assert request.world_size == before
+    small = [replace(node, total={"CPU": 8.0}) for node in canned.nodes(later)]
+    has(monkeypatch, small)
+    assert next_request(job, request) == request
+    assert next_request(job, None).world_size != before  # a new command, resume= too
+
+
+def test_only_an_elastic_run_is_placed_again_with_the_nodes_of_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If its GPUs are gone, it waits for them: with backend=auto it would continue on the CPUs."""
+    job = Job(scale=Scale(nodes=2, max_nodes=8, per_node=2))
+    has(monkeypatch, canned.nodes(4, gpus=2))
+    request = next_request(job, None)
+    assert (request.backend, request.world_size) == ("nccl", 8)
+    has(monkeypatch, canned.nodes(3, gpus=2))
+    assert next_request(job, request).world_size == 6
+    has(monkeypatch, canned.nodes(3))
+    assert next_request(job, request) == request
+    has(monkeypatch, canned.nodes(1, gpus=2))
+    assert next_request(job, request) == request

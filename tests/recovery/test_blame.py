@@ -62,6 +62,15 @@ HOROVOD = (
     "attempt to allreduce, "
     "allgather or broadcast a tensor after one of the ranks finished execution."
 )
+REQUESTS = (
+    "HTTPSConnectionPool(host='data.example.org', port=443): Max retries exceeded with url: /v1 "
+    "(Caused by NewConnectionError('<urllib3.connection.HTTPSConnection object at 0x7f>: Failed "
+    "to establish a new connection: [Errno 111] Connection refused'))"
+)
+PSYCOPG = (
+    'connection to server at "10.0.0.9", port 5432 failed: Connection refused\n\tIs the server '
+    "running on that host and accepting TCP/IP connections?"
+)
 
 VICTIMS = [
     ("RuntimeError", CLOSED),
@@ -111,6 +120,8 @@ CULPRITS = [
     End(1, "b", "killed", 5.0, signal=signal.SIGABRT),
     End(1, "b", "lost", 5.0, message="The node was terminated"),
     End(1, "b", "raised", 5.0, type="DistBackendError", message=ECC),
+    End(1, "b", "raised", 5.0, type="ConnectionError", message=REQUESTS),
+    End(1, "b", "raised", 5.0, type="OperationalError", message=PSYCOPG),
 ]
 
 
@@ -139,6 +150,22 @@ def test_a_culprit_goes_before_victims_that_noticed_earlier(
 ) -> None:
     victims = [raised(rank, kind, message, at=1.0) for rank in (0, 2)]
     assert first_cause([victims[0], culprit, victims[1]]) is culprit
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("ConnectionError", REQUESTS), ("OperationalError", PSYCOPG)]
+)
+def test_a_server_that_a_rank_does_not_reach_is_no_other_rank(kind: str, message: str) -> None:
+    waits = End(0, "host-0", "stopped", 2.0, step=3)
+    ends = [waits, raised(1, kind, message, step=3), raised(2, "RuntimeError", CLOSED, at=0.9)]
+    assert (
+        blame_reason(ends[:2]) == "the only rank that failed; the others were stopped because of it"
+    )
+    assert blame_reason(ends) == (
+        "rank 2's error is typical of losing a peer; rank 1's failure is not caused by other ranks"
+    )
+    assert "perhaps waited for" not in failure_text(ends)
+    assert advice_for(ends[1]).startswith("correct the job at the last line shown")
 
 
 def test_among_culprits_the_earliest_began_it() -> None:

@@ -151,6 +151,29 @@ def test_without_a_step_in_between_there_is_an_end_however_many_are_forgiven() -
     assert isinstance(decide(rule, history((KILLED, 10), (KILLED, 10), (KILLED, 11))), Retry)
 
 
+def test_each_fit_of_a_job_has_its_own_steps() -> None:
+    rule = Restart(max=100)
+    first, second, third = (
+        replace(attempt(KILLED, step), fit=fit) for fit, step in ((1, 1000), (2, 50), (2, 90))
+    )
+    assert isinstance(decide(rule, [first, second, third]), Retry)
+    stuck = [first, second, third, third, third]
+    assert decide(rule, stuck) == GiveUp("3 failures in a row without a step beyond step 90")
+    raised = [replace(attempt(RAISED, 10), fit=fit) for fit in (1, 2)]
+    assert isinstance(decide(rule, raised), Retry)
+    assert isinstance(decide(rule, [*raised, raised[1]]), GiveUp)
+
+
+def test_a_job_that_reports_no_step_fails_as_often_as_is_allowed() -> None:
+    rule = Restart(max=5, window_s=None)
+    assert isinstance(decide(rule, history(*[(KILLED, 0)] * 5)), Retry)
+    assert decide(rule, history(*[(KILLED, 0)] * 6)) == GiveUp("6 failures, restart.max=5")
+    fit = [replace(attempt(KILLED, 0), fit=1)] * 3
+    assert decide(rule, fit) == GiveUp("3 failures in a row without a step beyond step 0")
+    twice = history((RAISED, 0), (RAISED, 0))
+    assert decide(rule, twice) == GiveUp("the same failure came twice at step 0")
+
+
 @pytest.mark.parametrize("end", [KILLED, RAISED])
 def test_a_program_that_reports_no_step_fails_as_often_as_is_allowed(end: End) -> None:
     rule = Restart(max=5, window_s=None)
@@ -184,7 +207,7 @@ def test_every_history_ends_or_goes_on_with_a_reason(rule: Restart, past: list[A
 
 @given(HISTORIES)
 def test_no_job_is_tried_for_ever_without_a_step(past: list[Attempt]) -> None:
-    stuck = [*past, *[attempt(KILLED, 0)] * 3]
+    stuck = [*past, *[replace(attempt(KILLED, 0), fit=1)] * 4]
     assert isinstance(decide(Restart(max=10**6), stuck), GiveUp)
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from raydist.launch.worker_group import WorkerGroup
-from raydist.messages.rank import HoldRank, ReleaseRank, StopAfter
+from raydist.messages.rank import Holding, HoldRank, ReleaseRank, StopAfter
 from raydist.messages.request import Request
 from raydist.recovery import quiesce as quiesce_module
 from raydist.recovery.quiesce import Quiesce
@@ -28,24 +28,26 @@ SEVERAL = 3
 
 class Ranks:
     """A group whose ranks are threads. Their steps wait for each other every `sync` steps, as
-    collectives do."""
+    collectives do. A fit follows the other, each with `last` steps; 0: there is only one."""
 
-    def __init__(self, sync: int, done: tuple[int, ...] = (0,) * SEVERAL) -> None:
-        self.plan = planned(SEVERAL, per_node=1)
+    def __init__(self, sync: int, done: tuple[int, ...] = (0,) * SEVERAL, last: int = 0) -> None:
+        self.plan = planned(len(done), per_node=1)
         self.requests = [StopRequest() for _ in done]
         self.steps = list(done)
+        self.fits = [1 for _ in done]
         self.busy: set[int] = set()
         """Ranks that answer no request now, as one that compiles and keeps the GIL; they handle it
         later."""
         self.ended: set[int] = set()
         self._late: list[Callable[[], Any]] = []
         self._sync, self._barrier = sync, threading.Barrier(len(done))
+        self._last = last
         self.threads = [
             threading.Thread(target=self._train, args=(rank,), daemon=True)
             for rank in range(len(done))
         ]
         for request, step in zip(self.requests, done, strict=True):
-            request.begin(step)
+            request.enter_fit(1, step)
 
     def _train(self, rank: int) -> None:
         while True:
@@ -54,7 +56,11 @@ class Ranks:
                 self._barrier.wait(10)
             time.sleep(0.0005 * rank)
             self.steps[rank] = step
-            if self.requests[rank].due(step):
+            if step == self._last:  # it asks after no last step, as fit does
+                self.fits[rank] += 1
+                self.steps[rank] = 0
+                self.requests[rank].enter_fit(self.fits[rank], 0)
+            elif self.requests[rank].due(step):
                 return
 
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
@@ -65,22 +71,23 @@ class Ranks:
             case HoldRank() if rank in self.busy:
                 self._late.append(self.requests[rank].hold)
             case HoldRank():
-                reply.set_result(self.requests[rank].hold())
+                reply.set_result(Holding(*self.requests[rank].hold_in_fit()))
             case ReleaseRank():
                 for handle in self._late if rank in self.busy else ():
                     handle()
                 self.requests[rank].release()
                 reply.set_result(None)
-            case StopAfter(step):
-                self.requests[rank].stop_after(step)
+            case StopAfter(step, fit):
+                self.requests[rank].stop_after(step, fit)
                 reply.set_result(None)
         return reply
 
 
 @pytest.mark.parametrize("sync", [1, 7, 50], ids=["every step", "a few steps ahead", "far ahead"])
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.05])
-def test_all_ranks_stop_after_the_same_step(sync: int, seconds: float) -> None:
-    ranks = Ranks(sync)
+@pytest.mark.parametrize("last", [0, 2, 20], ids=["one fit", "short fits", "fits"])
+def test_all_ranks_stop_after_the_same_step(sync: int, seconds: float, last: int) -> None:
+    ranks = Ranks(sync, last=last)
     for thread in ranks.threads:
         thread.start()
     time.sleep(seconds)
@@ -88,7 +95,22 @@ def test_all_ranks_stop_after_the_same_step(sync: int, seconds: float) -> None:
     for thread in ranks.threads:
         thread.join(10)
         assert not thread.is_alive()
-    assert len(set(ranks.steps)) == 1
+    assert len(set(zip(ranks.fits, ranks.steps, strict=True))) == 1
+
+
+@pytest.mark.parametrize("begun", [(1, 1), (2, 1), (2, 2)])
+def test_a_request_in_the_last_step_of_a_fit_stops_the_next(begun: tuple[int, int]) -> None:
+    """The ranks agreed on the last step, and continued in the next fit for as many more."""
+    ranks = Ranks(sync=1, done=(99, 99), last=100)
+    for rank, fit in enumerate(begun):
+        if fit == 2:
+            ranks.requests[rank].enter_fit(2, 0)
+    step = Quiesce(cast("WorkerGroup", ranks), script=False).agree()
+    assert step == (100 if begun == (1, 1) else 1)
+    for rank, fit in enumerate(begun):
+        if fit == 1:
+            ranks.requests[rank].enter_fit(2, 0)
+    assert [request.due(1) for request in ranks.requests] == [True, True]
 
 
 def test_ranks_continue_if_one_does_not_answer_and_stop_once_all_do(
@@ -131,6 +153,7 @@ def test_ranks_that_have_not_begun_stop_where_the_others_do() -> None:
         thread.start()
     time.sleep(0.02)
     Quiesce(cast("WorkerGroup", ranks), script=False).agree()
+    ranks.requests[2].enter_fit(1, 100)
     ranks.threads[2].start()
     for thread in ranks.threads:
         thread.join(10)
@@ -147,7 +170,7 @@ class Recorder:
 
     def call(self, rank: int, request: Request[Any]) -> Future[Any]:
         reply: Future[Any] = Future()
-        reply.set_result({0: 5, 1: 8}[rank])
+        reply.set_result(Holding({0: 5, 1: 8}[rank]))
         self.sent.append((rank, request))
         if len(self.sent) == 4:
             self.requested.set()

@@ -25,7 +25,7 @@ from raydist.messages.agent import (
     RankValue,
     RecordedEnd,
 )
-from raydist.messages.rank import HoldRank, StopAfter
+from raydist.messages.rank import Holding, HoldRank, StopAfter
 from raydist.messages.request import Request
 from raydist.recovery import deadlines, hang, leave_monitor, resize, straggler
 from raydist.recovery.blame import describe_end
@@ -329,7 +329,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resize, "LOOK_S", 0.01)
 
 
-STEPS = {HoldRank: lambda rank: 5 + rank, StopAfter: lambda rank: None}
+STEPS = {HoldRank: lambda rank: Holding(5 + rank), StopAfter: lambda rank: None}
 
 
 def test_ranks_make_way_after_a_step_of_all(tmp_path: Path, often: None) -> None:

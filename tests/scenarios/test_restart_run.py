@@ -15,9 +15,7 @@ import pytest
 import torch
 
 import raydist
-from raydist.flow import next_request
 from raydist.reporting.result import Result
-from raydist.settings.compose import compose
 from raydist.shared.errors import RunFailed
 from raydist.shared.events import read_events as read_log
 from raydist.shared.kinds import EventJson
@@ -710,14 +708,3 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
-
-
-def test_a_run_whose_gpus_are_gone_waits_for_them(on_ray: Path, tmp_path: Path) -> None:
-    """With backend=auto it would continue on the CPUs of the nodes that are left."""
-    words = ["job=digits", "scale=1x2", f"hydra.run.dir={tmp_path / 'run'}"]
-    job = compose(words)
-    request = next_request(job, None)
-    assert request.backend == "gloo"
-    assert next_request(job, request) == request
-    on_gpus = replace(request, backend="nccl", rank_resources={"GPU": 1})
-    assert next_request(job, on_gpus) == on_gpus

@@ -47,6 +47,35 @@ FAILS_FOUR_TIMES = """
 """
 
 
+KILLED_THRICE = """
+    import os, signal
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import raydist
+
+    KILLS = ((1, 8), (2, 3), (2, 6))
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    def end(*at):
+        if raydist.rank().rank == 1 and attempt < 3 and at == KILLS[attempt]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def two_fits(config):
+        for number in (1, 2):
+            data = TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+            raydist.fit(
+                config, model=nn.Linear(4, 2), train=data, loss=nn.functional.cross_entropy,
+                on_step=lambda step, _: end(number, step),
+            )
+
+    def no_report():
+        for at in KILLS:
+            torch.distributed.barrier()
+            end(*at)
+"""
+
+
 SLOW_FIRST_STEP = """
     import time
     import torch
@@ -145,6 +174,17 @@ def test_a_program_without_reports_fails_as_often_as_it_may(tmp_path: Path) -> N
     assert re.search(r"restart 4: .*not yet; runs again after [\d.]+ s \(blame-4", program.screen)
     page = (program.run_dir / "blame-4.txt").read_text()
     assert re.search(r"[\d.]+ s until the program ran again\n", page)
+
+
+@pytest.mark.parametrize("function", ["two_fits", "no_report"])
+def test_three_failures_end_only_a_job_that_makes_no_step(tmp_path: Path, function: str) -> None:
+    """Each fit has its own steps; without reports nobody knows of any."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(KILLED_THRICE))
+    words = (f"job=job.py:{function}", "scale=1x2", "group=inline", "snapshot.every=1")
+    training = ("train.steps=10", "data.batch_size=4", "optim=sgd")
+    program = Program(tmp_path, *words, *training)
+    assert program.wait() == 0, program.screen
+    assert [event["number"] for event in program.events("restart")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -44,6 +44,10 @@ def samples(count: int = SIZE, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, FEATURES, generator=generator)
     return TensorDataset(features, (features.sum(dim=1) > 0).long())
+
+
+class Left(Exception):
+    """A rank would wait to be ended."""
 
 
 class Noted(Dataset[Any]):
@@ -305,6 +309,32 @@ def test_the_speed_is_that_of_whole_steps_and_of_nothing_else(tmp_path: Path) ->
     never, speed, none = result.value
     assert speed == done["samples"] / done["spent"]["step"] == 4 * 16 / (4 * 96 + waits)
     assert never == none == 0.0
+
+
+def test_a_request_to_stop_in_the_last_step_stops_the_next_fit(tmp_path: Path) -> None:
+    """It was lost: the next fit did all its steps on nodes that were drained, or as many as this."""
+
+    def train_twice(job: Job) -> list[tuple[int, int]]:
+        here = context.current()
+        made: list[tuple[int, int]] = []
+
+        def ask(step: int, _: Any) -> None:
+            made.append((here.fit, step))
+            if made == [(1, 1), (1, 2), (1, 3)]:
+                here.stop_request.stop_after(*here.stop_request.hold_in_fit())
+
+        def leave(step: int) -> NoReturn:
+            raise Left(str(step))
+
+        here.stop_request.leave = leave  # type: ignore[method-assign]
+        call: Any = {"model": model(), "train": samples(), "loss": F.cross_entropy}
+        raydist.fit(job, **call, on_step=ask)
+        with pytest.raises(Left, match="1"):
+            raydist.fit(job, **call, on_step=ask)
+        return made
+
+    results = succeeded(run_ranks(2, with_train(steps=3), train_twice, tmp_path))
+    assert [each.value for each in results] == [[(1, 1), (1, 2), (1, 3), (2, 1)]] * 2
 
 
 def test_ranks_draw_different_dropout(tmp_path: Path) -> None:

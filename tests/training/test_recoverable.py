@@ -13,6 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import raydist
+from raydist.shared import kinds
+from raydist.shared.kinds import OfRank
+from raydist.worker import context
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,25 @@ def test_without_a_launcher_a_run_goes_on_where_another_has_ended(
     monkeypatch.setattr(sys, "argv", ["job.py", "job.args.steps=8", "resume=auto"])
     assert raydist.main(job) == ([5, 6, 7, 8], weights)
     assert raydist.main(job) == ([], weights)
+
+
+def twice(config: Any) -> None:
+    job(config, steps=2)
+    job(config, steps=1)
+
+
+def test_a_second_loop_says_that_it_is_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps were compared with those of the first: a run that failed in both was given up."""
+    found: list[kinds.Begin] = []
+    emit = context.emit_event
+
+    def note(event: OfRank) -> None:
+        found.extend([event] if isinstance(event, kinds.Begin) else [])
+        emit(event)
+
+    monkeypatch.setattr(context, "emit_event", note)
+    raydist.main(twice)
+    assert [(event.fit, event.steps) for event in found] == [(None, 2), (2, 1)]
 
 
 def without_block(config: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 from math import inf
 
-from raydist.cluster.nodes import Capacity, Node, distribute, fit_count, matches, room
+from raydist.cluster.nodes import Node, NodeType, distribute, fit_count, matches, room
 from raydist.cluster.queue.entry import LEAVING, PLACING, Demand, Entry, WayRequest
 from raydist.cluster.shortage import describe_shortage
 from raydist.shared.rank_names import counted
@@ -66,8 +66,9 @@ class Cluster:
 
     nodes: Sequence[Node]
     """Those that are alive and not being drained."""
-    coming: Capacity | None = ()
-    """What the autoscaler may add; None if that is unknown."""
+    coming: Sequence[tuple[NodeType, int]] | None = ()
+    """The types of which the autoscaler may add nodes, with their number, whatever their labels:
+    each run selects its own. None if that is unknown."""
 
     @property
     def free(self) -> Free:
@@ -232,7 +233,11 @@ def can_grow(demand: Demand, free: Free, cluster: Cluster) -> bool:
     if cluster.coming is None:
         return True
     here = [(bundles, 1) for bundles in bundles_by_node(demand, free, cluster.nodes).values()]
-    more = [(fit_count(have, demand.bundle), number) for have, number in cluster.coming]
+    more = [
+        (fit_count(kind.resources, demand.bundle), number)
+        for kind, number in cluster.coming
+        if kind.may_match(demand.selector)
+    ]
     return bool(more) and room(demand.as_request(), [*here, *more]) >= demand.bundles
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from raydist.cluster import connect, placement, ray_private
-from raydist.cluster.nodes import Node, ResourceRequest, select_nodes, still_to_come
+from raydist.cluster.nodes import Node, ResourceRequest, still_to_come
 from raydist.cluster.queue import order, store
 from raydist.cluster.queue.entry import (
     CANCEL,
@@ -38,7 +38,7 @@ from raydist.cluster.queue.stop_cost import StopCost, cost_after
 from raydist.cluster.queue.wait_limits import WaitLimits
 from raydist.settings.config import Job
 from raydist.shared import kinds, signals
-from raydist.shared.errors import ConfigError, RaydistError, Stopped
+from raydist.shared.errors import RaydistError, Stopped
 from raydist.shared.events import Events
 from raydist.shared.kinds import Event
 
@@ -327,7 +327,7 @@ class QueuedTurn(Turn):
         living = {each.id for each in alive}
         requests = {id: request for id, request in found.requests.items() if id in living}
         freeing = self._others.freeing(others)
-        cluster = seen_cluster(self._job)
+        cluster = seen_cluster()
         size = self._size_in(cluster)
         if self._own.state == WAITING and size != self._own.demand.bundles:
             self._change(demand=replace(self._own.demand, bundles=size))
@@ -462,16 +462,7 @@ def turn_of(job: Job, events: Events) -> Turn:
     return turn
 
 
-def seen_cluster(job: Job) -> Cluster:
-    """Return what the queue must know of the cluster, for this job."""
+def seen_cluster() -> Cluster:
+    """Return what the queue must know of the cluster: the same for each run."""
     nodes, types = connect.remaining_nodes(), connect.node_types()
-    if types is None:
-        return Cluster(nodes, None)
-    try:
-        chosen, kinds_of_node = select_nodes(nodes, types, job.scale.labels)
-    except ConfigError:
-        # No node has the labels now: the last one is drained, or lost. The run has been placed or
-        # checked before, and waits for another one.
-        return Cluster(nodes, [])
-    coming = still_to_come(kinds_of_node, chosen)
-    return Cluster(nodes, [(kind.resources, number) for kind, number in coming])
+    return Cluster(nodes, None if types is None else still_to_come(types, nodes))

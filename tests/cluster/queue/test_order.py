@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydist.cluster.nodes import Node
+from raydist.cluster.nodes import Node, NodeType
 from raydist.cluster.queue.entry import (
     LEAVING,
     PLACING,
@@ -115,10 +115,11 @@ def test_a_group_without_room_is_given_back_for_a_run_of_higher_priority() -> No
 
 def test_the_autoscaler_sees_the_first_run_alone() -> None:
     line = [waits("a", bundles=2, since=1), waits("b", since=2)]
-    for coming in (None, [({"GPU": 8.0}, 1)]):
+    gpus = [(NodeType("gpus", {"GPU": 8.0}, 1), 1)]
+    for coming in (None, gpus):
         verdicts = order_runs(line, Cluster([node(1, 8)], coming), {}, NOW)
         assert [verdicts[id].start for id in ("a/0", "b/0")] == [True, False]
-    too_few = order_runs(line, Cluster([node(1, 0)], [({"GPU": 8.0}, 1)]), {}, NOW)
+    too_few = order_runs(line, Cluster([node(1, 0)], gpus), {}, NOW)
     assert not too_few["a/0"].start
 
 
@@ -165,7 +166,7 @@ def outside(entry: Entry) -> Entry:
     ],
 )
 def test_room_outside_the_queue(entries: list[Entry], coming: Any, expected: str) -> None:
-    types = [({"GPU": 8.0}, coming)] if coming else ()
+    types = [(NodeType("gpus", {"GPU": 8.0}, coming), coming)] if coming else ()
     found = order_runs(entries, Cluster([node(1, 8), node(2, 0)], types), {}, NOW)
     flags = ("start", "may_try", "outside")
     said = {
@@ -173,6 +174,22 @@ def test_room_outside_the_queue(entries: list[Entry], coming: Any, expected: str
         for id, verdict in found.items()
     }
     assert ", ".join(f"{id.partition('/')[0]}:{text}" for id, text in said.items()) == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "held_back"), [({"pool": "a"}, False), ({"pool": "b"}, True), (None, True)]
+)
+def test_only_nodes_with_its_labels_come_for_a_run(
+    labels: dict[str, str] | None, held_back: bool
+) -> None:
+    """The run behind it fits. Its own driver, whose labels are others, sees the same."""
+    first = outside(waits("first"))
+    first = replace(first, demand=replace(first.demand, selector={"pool": "b"}))
+    coming = [(NodeType("gpus", {"GPU": 8.0}, 1, labels), 1)]
+    line = [first, waits("fits", since=1)]
+    verdicts = order_runs(line, Cluster([node(1, 8, pool="a")], coming), {}, NOW)
+    assert verdicts["first/0"].start == held_back
+    assert verdicts["fits/0"].start != held_back
 
 
 FULL = [node(1, 0), node(2, 0), node(3, 0)]

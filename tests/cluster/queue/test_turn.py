@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from raydist.cluster import connect, placement, ray_private
+from raydist.cluster.nodes import NodeType
 from raydist.cluster.queue import others, store, turn, wait_limits
 from raydist.cluster.queue.entry import (
     CANCEL,
@@ -53,17 +54,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     for module in (turn, others, wait_limits):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([node(1, 0), node(2, 0)]))
+    monkeypatch.setattr(turn, "seen_cluster", lambda: Cluster([node(1, 0), node(2, 0)]))
     return clock
 
 
-def test_a_run_waits_while_no_node_has_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one was drained: the run that waited, or had left it, ended with an error."""
-    head = replace(node(1, 0), labels={})
-    monkeypatch.setattr(connect, "remaining_nodes", lambda: [head])
-    monkeypatch.setattr(connect, "node_types", lambda: ())
-    job = Job(scale=Scale(per_node=1, labels={"pool": "gpu"}))
-    assert turn.seen_cluster(job) == Cluster([head], [])
+def test_every_run_sees_the_types_of_all_nodes_that_may_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that saw only those with its labels took them for what another run waits for."""
+    here = replace(node(1, 0), labels={"pool": "gpu", "ray.io/node-group": "gpus"})
+    gpus = NodeType("gpus", {"GPU": 8.0}, 2, {"pool": "gpu"})
+    cpus = NodeType("cpus", {"CPU": 8.0}, 3, {"pool": "cpu"})
+    monkeypatch.setattr(connect, "remaining_nodes", lambda: [here])
+    monkeypatch.setattr(connect, "node_types", lambda: [gpus, cpus])
+    assert turn.seen_cluster() == Cluster([here], [(gpus, 1), (cpus, 3)])
+    monkeypatch.setattr(connect, "node_types", lambda: None)
+    assert turn.seen_cluster() == Cluster([here], None)
 
 
 JOB = Job(scale=Scale(per_node=1), backend=Backend(name="gloo"))
@@ -116,13 +122,13 @@ def test_an_elastic_run_asks_for_the_nodes_that_have_room_in_its_turn(
     own._write(replace(own._own, demand=Demand.of(placement.resources_for(own._job, free))))
     request = placement.resources_for(own._job, free)
     taken = replace(free[2], free={})
-    monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([*free[:2], taken]))
+    monkeypatch.setattr(turn, "seen_cluster", lambda: Cluster([*free[:2], taken]))
     own.wait()
     assert (own._own.state, len(own.fit(request).bundles)) == (PLACING, size)
     clock.now += turn.TRY_S + 1
     own.check()
     taken_too = [free[0], replace(free[1], free={}), taken]
-    monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster(taken_too))
+    monkeypatch.setattr(turn, "seen_cluster", lambda: Cluster(taken_too))
     if not shrink:
         with pytest.raises(turn.TurnPassed):
             own.check()
@@ -134,7 +140,7 @@ def test_a_silent_run_in_line_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     first = waits("first", priority=200)
-    monkeypatch.setattr(turn, "seen_cluster", lambda job: Cluster([node(1, 8)]))
+    monkeypatch.setattr(turn, "seen_cluster", lambda: Cluster([node(1, 8)]))
     own = urgent(monkeypatch, store.Everything([first], {}))
     assert not own._look().start
     clock.now += others.SILENT_S
