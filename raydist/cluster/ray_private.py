@@ -40,9 +40,6 @@ USES_TOKENS = f"{AUTHENTICATION}.authentication_utils:is_token_auth_enabled"
 PRESTART = (f"{NODE_MESSAGES}:PrestartWorkersRequest", f"{NODE_STUBS}:NodeManagerServiceStub")
 POPEN = f"{SERVICES}:ConsolePopen"
 """What starts each process of Ray."""
-TRAVEL, PATTERNS = (
-    f"ray._private.runtime_env.packaging:{name}" for name in ("_dir_travel", "_get_excludes")
-)
 KILL = "ray._private.node:Node.kill_all_processes"
 STARTED = "ray._private.worker:_global_node.all_processes"
 DRIVER_FOLDERS = "_py_driver_sys_path"
@@ -75,7 +72,6 @@ OPTIONAL = {
     KILL: "a Ray that raydist started takes a second longer to end",
     STARTED: "processes of a Ray that raydist started may outlive it by a minute",
     **dict.fromkeys(NOT_NEEDED, "a Ray that raydist starts uses two more seconds of CPU"),
-    **dict.fromkeys((TRAVEL, PATTERNS), "raydist submit does not name .env files that stay here"),
     **dict.fromkeys(STORE, "a run is in the queue only with queue=on, and then fails"),
 }
 """module:attribute -> the consequence for a run if this Ray lacks it."""
@@ -305,20 +301,6 @@ def upload_folder(folder: str, include_gitignore: bool, excludes: Sequence[str] 
         scratch_dir=require("ray._private.worker:global_worker.node.get_runtime_env_dir_path")(),
     )
     return str(uploaded["working_dir"])
-
-
-def files_of_upload(folder: str, include_gitignore: bool, excludes: Sequence[str]) -> set[str]:
-    """Return the files that Ray would upload of a folder, relative to it; none if it can't say.
-
-    `excludes`: patterns as in .gitignore.
-    """
-    travel, patterns = find_part(TRAVEL), find_part(PATTERNS)
-    if travel is None or patterns is None:
-        return set()
-    root, found = Path(folder).absolute(), list[Path]()
-    quiet = logging.Logger(__name__)  # Ray names the .gitignore files once more when it sends
-    travel(root, [patterns(root, [*excludes])], found.append, include_gitignore, quiet)
-    return {str(path.relative_to(root)) for path in found if path.is_file()}
 
 
 @contextlib.contextmanager

@@ -94,15 +94,11 @@ def upload(folder: str, excludes: Sequence[str]) -> str:
     Does what `ray job submit --working-dir` does, without the files that .gitignore names.
     """
     try:
-        return ray_private.upload_folder(folder, heeds_gitignore(), excludes)
+        gitignore = os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"
+        return ray_private.upload_folder(folder, gitignore, excludes)
     except LaunchError:
         raise
     except Exception as error:
         raise LaunchError(
             f"working_dir={folder} could not be sent to the nodes: {error}"
         ) from error
-
-
-def heeds_gitignore() -> bool:
-    """Return whether Ray leaves out what .gitignore names."""
-    return os.environ.get("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "0") != "1"

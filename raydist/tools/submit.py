@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from raydist import train
 from raydist.cluster import connect as cluster_connect
 from raydist.cluster import gcs, ray_private
-from raydist.launch.runtime_env import RUN_FOLDERS, SECRET_FILES, heeds_gitignore
+from raydist.launch.runtime_env import RUN_FOLDERS, SECRET_FILES
 from raydist.reporting.job_metadata import OVERRIDES
 from raydist.settings import compose, targets
 from raydist.settings.lookup import missing_path
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 NAMED = 4
 """The most files that a note names."""
+UNSEARCHED = (".git", ".venv", "venv", "node_modules", *(each.strip("/") for each in RUN_FOLDERS))
+"""Folders that are not searched for files with secrets."""
 POLL_S = 1.0
 """Seconds between two requests for the status of a job whose log has ended."""
 
@@ -118,29 +120,32 @@ class SentFolder:
     """The folder to upload."""
 
     path: str
-    excludes: Sequence[str]
-    """What of it is not sent, as .gitignore would say it.
-
-    Ray itself leaves out .git, .venv and the paths in .gitignore.
-    """
+    env_file: str
+    """The file that is sent although it has secrets, relative to `path`; empty: none."""
 
     @classmethod
     def of(cls, path: str, env_file: str) -> SentFolder:
-        """`env_file`: that of the job; if it is in the folder, it is sent."""
+        """`env_file`: that of the job, maybe outside the folder."""
         inside = env_file and not env_file.startswith(("/", "~"))
-        needed = [f"!/{glob.escape(os.path.normpath(env_file))}"] if inside else []
-        return cls(os.path.abspath(path), [*SECRET_FILES, *needed, *RUN_FOLDERS])
+        return cls(os.path.abspath(path), os.path.normpath(env_file) if inside else "")
+
+    @property
+    def excludes(self) -> list[str]:
+        """What of it is not sent, as .gitignore would say it.
+
+        Ray itself leaves out .git, .venv and the paths in .gitignore.
+        """
+        needed = [f"!/{glob.escape(self.env_file)}"] if self.env_file else []
+        return [*SECRET_FILES, *needed, *RUN_FOLDERS]
 
     def note_left_out(self) -> None:
-        """Name the files with secrets that Ray would send, and raydist does not."""
-        try:
-            sent, rest = (
-                ray_private.files_of_upload(self.path, heeds_gitignore(), excludes)
-                for excludes in (RUN_FOLDERS, self.excludes)
-            )
-        except OSError:  # sending it fails likewise, and says so
-            return
-        if files := sorted(sent - rest):
+        """Name the files with secrets that are not sent."""
+        files = []
+        for where, folders, names in os.walk(self.path):
+            folders[:] = [each for each in folders if each not in UNSEARCHED]
+            secret = [each for each in names if each.endswith(".env") and each != "example.env"]
+            files += [os.path.relpath(os.path.join(where, each), self.path) for each in secret]
+        if files := sorted({*files} - {self.env_file}):
             named = ", ".join(files[:NAMED]) + (", …" if len(files) > NAMED else "")
             note = (
                 f"{named}: not sent, because whoever has the cluster's token could read it; "

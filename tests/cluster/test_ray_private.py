@@ -61,16 +61,6 @@ def hide(monkeypatch: pytest.MonkeyPatch, *hidden: str) -> None:
     )
 
 
-@pytest.mark.parametrize("part", [ray_private.TRAVEL, ray_private.PATTERNS])
-def test_files_to_be_sent_are_listed_if_ray_can(
-    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "a.py").touch()
-    assert ray_private.files_of_upload(str(tmp_path), True, ()) == {"a.py"}
-    hide(monkeypatch, part)
-    assert ray_private.files_of_upload(str(tmp_path), True, ()) == set()
-
-
 @pytest.mark.ray
 @pytest.mark.usefixtures("on_ray")
 def test_this_ray_lacks_nothing() -> None:

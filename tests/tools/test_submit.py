@@ -84,18 +84,17 @@ def test_a_file_with_secrets_stays_here_unless_the_job_names_it(
         "mine.py": "def job(config): ...\n",
         "conf/job/own.yaml": own,
         "deploy/example.env": "TOKEN=",
-        ".gitignore": "ignored.env\n",
     }
-    secrets = dict.fromkeys((".env", "conf/secret.env", "ignored.env", "runs/a/.env"), "TOKEN=hush")
+    secrets = dict.fromkeys((".env", "conf/secret.env", "runs/a/.env"), "TOKEN=hush")
     for path, text in {**others, **secrets}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     client = Recorder()
     monkeypatch.setattr(submit, "job_client", lambda _: client)
     assert submit.main(["--no-wait", "--working-dir", str(tmp_path), "--", *words]) == 0
-    env = client.sent["runtime_env"]
-    files = ray_private.files_of_upload(env["working_dir"], True, env["excludes"])
-    assert files == {*others, *sent}
+    excludes = client.sent["runtime_env"]["excludes"]
+    assert excludes[:3] == [".env", "*.env", "!example.env"]
+    assert [each[2:] for each in excludes[3:] if each[0] == "!"] == sent  # the last pattern wins
     note = capsys.readouterr().err
     assert note.startswith(f"note: {noted}: not sent, ")
     assert f"; env_file={noted.split(', ')[0]} sends it" in note
