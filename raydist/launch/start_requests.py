@@ -53,11 +53,12 @@ def rank_requests(
     variables: Sequence[Iterable[EnvVar]],
     nodes: OpenedNodes,
 ) -> list[StartRank]:
-    """Return the request of each rank: with its variables, its arguments and its CPUs.
+    """Return the request of each rank: with its variables, its arguments, its CPUs and its GPUs.
 
     `facts`, `variables`: of each rank.
     """
     requests, cpus = [], binding.bind_all(job, plan, facts)
+    common = replace(common, gpus=max(1, int(plan.request.rank_resources.get("GPU", 1))))
     for slot, of_rank in zip(plan.slots, variables, strict=True):
         env = {var.name: var.value for var in of_rank}
         args = arguments.fill(job.args, env, job.init_method, plan.request.backend)

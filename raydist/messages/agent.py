@@ -181,6 +181,8 @@ class StartRank(Request[ProcessId]):
     """Whether the job is a function, which the node has (KeepCall)."""
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound; None: it is not bound."""
+    gpus: int = 1
+    """GPUs of the rank, if it has any: 1 for a part of one, too."""
     driver: str = ""
     """The driver's machine, as shared.own_path.machine_id(): the user has chosen the files
     there."""
