@@ -179,6 +179,9 @@ class StartRank(Request[ProcessId]):
     """End the rank if NCCL does not use InfiniBand although the plan requires it."""
     call: bool = False
     """Whether the job is a function, which the node has (KeepCall)."""
+    imports_cwd: bool = False
+    """Whether the driver's PYTHONPATH names the working directory: a program then imports modules
+    from it."""
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound; None: it is not bound."""
     gpus: int = 1
