@@ -17,8 +17,8 @@ from raydist.shared.events import Events
 from raydist.state.write import SaveRequest, write
 from raydist.watch import track
 from raydist.watch.trackers import Ending, Ledger, Task
-from raydist.watch.trackers.child import FailurePages, Follower
-from raydist.watch.trackers.mlflow import Mlflow, plain
+from raydist.watch.trackers.child import FailurePages, Follower, Life
+from raydist.watch.trackers.mlflow import plain
 from raydist.watch.trackers.tensorboard import unused
 from tests.records import event, line
 
@@ -81,9 +81,13 @@ def test_no_password_of_a_store_is_shown(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "mlflow", made)
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
         monkeypatch.setenv(name, "1")
-    tracker = Mlflow(Task("mlflow", str(tmp_path), "digits", {}, False, False, 0), "abc")
-    assert tracker.link == "http://***@host:5000 run abc"
-    assert "hunter2" in tracker.variables["MLFLOW_TRACKING_URI"]  # the program needs it
+    monkeypatch.setenv("MLFLOW_RUN_ID", "abc")
+    said, life = list[dict[str, Any]](), Life("mlflow", lambda **message: None, 0)
+    task = Task("mlflow", str(tmp_path), "digits", {}, False, False, 0)
+    Follower(task, lambda **message: said.append(message), life)._open()
+    (message,) = said
+    assert message["track"] == "mlflow  http://***@host:5000 run abc"
+    assert "hunter2" in message["variables"]["MLFLOW_TRACKING_URI"]  # the program needs it
 
 
 @pytest.mark.parametrize(
