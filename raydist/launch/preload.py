@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -73,7 +74,7 @@ def modules(
     text = source.read_text(encoding="utf-8", errors="replace") if source else ""
     imports = imported_modules(text)
     imports = [name for name in imports if not is_namesake(name, folder)]
-    further = installed_imports(source, folder) if source else []
+    further = installed_imports(source, folder, target.rpartition(":")[0]) if source else []
     fits = "raydist" in (*imports, *further)
     loop = (*LOOP, *(SHARDS if divides(parallel) else ())) if fits else ()
     backend_module = module_of("gloo" if backend == "auto" else backend, parallel)
@@ -95,18 +96,18 @@ def script_modules(script: str) -> list[str]:
         return []
     # As program.run_script has it first on sys.path.
     folder = Path() if script.startswith("-m ") else first.resolve().parent
-    return installed_imports(first, folder)
+    return installed_imports(first, folder, script.removeprefix("-m "))
 
 
-def installed_imports(first: Path, folder: Path) -> list[str]:
+def installed_imports(first: Path, folder: Path, module: str) -> list[str]:
     """Return the installed modules that a Python file and its own files import.
 
     Its own files are those next to it or in the current folder. They are left to the ranks: at
     import they may read variables that only a rank has, such as LOCAL_RANK. `folder`: the first on
-    the ranks' sys.path.
+    the ranks' sys.path. `module`: as of sources.
     """
     names: list[str] = []
-    for source in sources(first).values():
+    for source in sources(first, module).values():
         names += [name for name in imported_modules(source) if not is_namesake(name, folder)]
         # torch's optimizers import torch._dynamo in their first step.
         if "torch.optim" in source or "optim." in source:
@@ -116,10 +117,17 @@ def installed_imports(first: Path, folder: Path) -> list[str]:
     return [*lasting_modules(dict.fromkeys(names))]
 
 
-def sources(first: Path) -> dict[Path, str]:
-    """Return the text of a Python file, and of its own files that it imports, by path."""
+def sources(first: Path, module: str) -> dict[Path, str]:
+    """Return the text of a Python file, and of its own files that it imports, by path.
+
+    `module`: how the file is named: by its path, or as a module, for which Python first imports the
+    packages that contain it.
+    """
     found: dict[Path, str] = {}
     unread = [first]
+    if not module.endswith(".py") and not is_installed(module.partition(".")[0]):
+        packages = (folder / "__init__.py" for folder in first.parents)
+        unread += itertools.takewhile(Path.is_file, packages)
     while unread and len(found) < MOST_FILES:
         file = unread.pop()
         if file in found or not file.is_file():
@@ -157,7 +165,8 @@ def variable_set_early(job: Job) -> str:
     server has imported the package.
     """
     first = file_of(job.script) if job.script else source_of(job.job.target)
-    for path, source in sources(first).items() if first else ():
+    module = job.script.removeprefix("-m ") or job.job.target.rpartition(":")[0]
+    for path, source in sources(first, module).items() if first else ():
         if not re.search("environ|putenv|dotenv", source):
             continue
         found = ""
@@ -263,7 +272,8 @@ def source_of(target: str) -> Path | None:
     return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
-def imported_modules(source: str) -> list[str]:
+@functools.lru_cache(MOST_FILES)  # several questions are about the same files
+def imported_modules(source: str) -> Sequence[str]:
     """Return the modules that a file imports at its top level, and MODULE:NAME for their names.
 
     Some packages, such as transformers, import what has a name only when it is asked for. Imports

@@ -179,8 +179,13 @@ class StartRank(Request[ProcessId]):
     """End the rank if NCCL does not use InfiniBand although the plan requires it."""
     call: bool = False
     """Whether the job is a function, which the node has (KeepCall)."""
+    imports_cwd: bool = False
+    """Whether the driver's PYTHONPATH names the working directory: a program then imports modules
+    from it."""
     cpus: tuple[int, ...] | None = None
     """The CPUs to which the rank is bound; None: it is not bound."""
+    gpus: int = 1
+    """GPUs of the rank, if it has any: 1 for a part of one, too."""
     driver: str = ""
     """The driver's machine, as shared.own_path.machine_id(): the user has chosen the files
     there."""

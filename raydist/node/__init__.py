@@ -28,7 +28,7 @@ and ends, and keeps their snapshots when a rank dies.
                           driver
     fork_server.py        The fork server of a node: a process that imports torch once and forks the
                           ranks
-    gpu_faults.py         Determines by NVML whether the GPU of a silent or failed rank is broken
+    gpu_faults.py         Determines by NVML whether a GPU of a silent or failed rank is broken
     held_states.py        The states of runs that have made way, held by a fork server for their
                           next placement
     huge_pages.py         Moves a process's memory into pages of 2 MB: it forks and its children end
@@ -93,7 +93,7 @@ and ends, and keeps their snapshots when a rank dies.
                           their messages
     writer_requests.py    Answers the driver in a writer process: each node writes the shards in its
                           memory
-    xid_watch.py          Waits for the Xids of a rank's GPU, in a thread that NVML keeps asleep
+    xid_watch.py          Waits for the Xids of a rank's GPUs, in threads that NVML keeps asleep
     xids.py               The Xids of NVIDIA's driver: what they mean, and whether the GPU is at
                           fault
 """

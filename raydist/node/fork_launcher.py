@@ -227,6 +227,12 @@ def rank_search_path(entries: Sequence[str], cwd: str, own: bool) -> tuple[str, 
     return (*safe, *(path for path in sys.path if path not in safe))
 
 
+def names_folder(python_path: str, folder: str, here: str) -> bool:
+    """Report whether a PYTHONPATH names a folder in some way. `here`: the current one."""
+    named = python_path.split(os.pathsep) if python_path else []
+    return any(os.path.normpath(os.path.join(here, each)) == folder for each in named)
+
+
 def safe_search_path(entries: Sequence[str], cwd: str = "", own: bool = False) -> tuple[str, ...]:
     """Return the driver's folders for modules, except those with modules that others may have made.
 

@@ -214,7 +214,7 @@ class RankProcess:
         """Return what the rank's process is doing now; None if it has ended.
 
         That is its state, the CPU it uses, its stacks and its last collectives; and a fault of its
-        GPU.
+        GPUs.
 
         If a rank does not answer because native code holds the GIL, a signal makes it write its
         main thread's stack: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
@@ -224,7 +224,7 @@ class RankProcess:
             return None
         fault = None
         if not quick:
-            fault = asyncio.create_task(gpu_faults.find_fault(self.commands.env, ANSWER_S))
+            fault = asyncio.create_task(gpu_faults.find_fault(self.reports.xids.gpus, ANSWER_S))
         state, before = process_state(self.pid)
         began = time.monotonic()
         self.channel.ask_activity()
@@ -432,7 +432,7 @@ class RankProcess:
         return end
 
     async def _report_gpu(self, end: RankEnd) -> str:
-        """Return what NVML reports about a failed rank's GPU: its Xids, and whether it is lost.
+        """Return what NVML reports about a failed rank's GPUs: Xids, and whether one is lost.
 
         For a rank that was stopped because others failed, only faults of the GPU. NVML is not
         queried for a killed rank: the restart would wait for the answer.
@@ -442,7 +442,8 @@ class RankProcess:
             return "; ".join(self.reports.xids.lines(faults_only=True))
         lines = self.reports.xids.lines()
         if self.reports.raised or end.signal != signal.SIGKILL:
-            lines.append(await gpu_faults.find_fault(self.commands.env, ANSWER_S, lost_only=True))
+            gpus = self.reports.xids.gpus
+            lines.append(await gpu_faults.find_fault(gpus, ANSWER_S, lost_only=True))
         return "; ".join(filter(None, lines))
 
 

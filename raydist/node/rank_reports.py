@@ -59,7 +59,7 @@ class RankReports:
         """Whether the driver should get the reports now."""
         self.raised = False
         """Whether the rank has reported an exception."""
-        self.xids = XidWatch(self._warn)
+        self.xids = XidWatch(self._warn, request.gpus)
 
     @property
     def rank(self) -> int:

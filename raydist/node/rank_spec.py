@@ -13,7 +13,7 @@ from raydist.messages.agent import StartRank
 from raydist.messages.server import RankSpec
 from raydist.network.names import RANK_FOLDER
 from raydist.node import cache_folder
-from raydist.node.fork_launcher import rank_search_path
+from raydist.node.fork_launcher import names_folder, rank_search_path
 from raydist.shared import env_names
 from raydist.shared.errors import ConfigError
 from raydist.shared.own_path import machine_id, of_others, others_may_add
@@ -53,6 +53,11 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
     env.pop(env_names.NOTIFY_WEBHOOK, None)  # a secret of the driver, and no use to a rank
     if request.script:
         env["TORCHELASTIC_ERROR_FILE"] = str(folder / f"rank-{request.rank}.error.json")
+    sys_path = rank_search_path(request.sys_path, cwd, own)
+    named = request.imports_cwd or names_folder(env.get("PYTHONPATH", ""), cwd, cwd)
+    if request.script and not named:
+        # The launcher was started with -m, which adds this folder; `python file.py` does not.
+        sys_path = tuple(each for each in sys_path if each not in ("", cwd))
     return RankSpec(
         rank=request.rank,
         env=env,
@@ -60,7 +65,7 @@ def complete_spec(request: StartRank, folder: Path, given: FromMpirun) -> RankSp
         argv=request.argv,
         script=request.script,
         cwd=cwd,
-        sys_path=rank_search_path(request.sys_path, cwd, own),
+        sys_path=sys_path,
         value=str(folder / f"rank-{request.rank}.value"),
         call=str(folder / CALL) if request.call else None,
         cpus=given.cpus or request.cpus,

@@ -21,7 +21,7 @@ VERBATIM = ("env", "scale.labels")
 """Dictionaries of text. Their values are literal, so they are quoted for Hydra's grammar."""
 SPECIAL, ESCAPED = re.compile(r"([][(){}:=, ])"), r"\\\1"
 """Characters that must be escaped in a key between braces in Hydra's grammar."""
-NOT_A_NAME = re.compile(r"[+-]?[\d.]+|null|true|false", re.IGNORECASE)
+NOT_A_NAME = re.compile(r"[+-]?[\d._]+(e[+-]?\d+)?|null|true|false", re.IGNORECASE)
 """Text that Hydra reads as a number, a bool or null, where a choice must be a name."""
 ELEMENT = re.compile(r"\s*(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^,]*)\s*(?=,|$)")
 """One element of a list in Hydra's grammar."""
@@ -74,6 +74,8 @@ def setting_fields(
 SETTINGS = dict(setting_fields())
 LISTS = [name for name, field in SETTINGS.items() if field.type == "list[str]"]
 """Settings that are typed as a list, or as in a shell."""
+TEXTS = frozenset(name for name, field in SETTINGS.items() if field.type == "str")
+"""Settings that are any text."""
 PARTS = frozenset(name[: dot.start()] for name in SETTINGS for dot in re.finditer(r"\.", name))
 OPEN = tuple(name for name, field in SETTINGS.items() if str(field.type).startswith("dict["))
 """The dictionaries: settings that accept any key."""
@@ -171,6 +173,8 @@ def _translate(override: Override, groups: Collection[str], multirun: bool) -> s
         return f"{key}={','.join(as_list(key, each) for each in lists_of(key, value, multirun))}"
     if key in ("watch.output", "sweep.objective", "notify.webhook", "notify.command"):
         return f"{key}={quote(_unquote(value))}"  # its commas do not separate values of a sweep
+    if key in TEXTS and NOT_A_NAME.fullmatch(value) and value.lower() != "null":
+        return f"{sign}{key}={quote(value)}"  # Hydra would make 1.1 of name=1.10
     return f"{sign}{key}={_quote_home(value)}"
 
 

@@ -13,6 +13,8 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from raydist.settings.overrides import quote
@@ -212,11 +214,7 @@ def typed_shape(own: Sequence[str]) -> dict[str, str]:
     Their order does not matter: settings win over a choice of their group.
     """
     typed = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in own)}
-    scale = typed.get("scale", "")
-    if size := re.fullmatch(r"(?:\d+\.\.)?(\d+)(?:x(\d+))?", scale):
-        nodes, per_node = size.groups(default="")
-    else:
-        nodes, per_node = scale, ""  # a choice such as cluster: the nodes are counted later
+    nodes, per_node = named_size(typed.get("scale", ""))
     shape = {
         "nnodes": typed.get("scale.max_nodes") or typed.get("scale.nodes") or nodes,
         "nproc-per-node": typed.get("scale.per_node") or per_node,
@@ -224,12 +222,35 @@ def typed_shape(own: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in shape.items() if value}
 
 
+def named_size(scale: str) -> tuple[str, str]:
+    """Return the numbers of nodes, and of ranks on each, that a choice of scale names.
+
+    They are in its name, as in `2x8`, or in a file of the user's own, `conf/scale/NAME.yaml`. Of a
+    choice such as cluster, whose nodes are counted later, the first one is its name; a number of
+    ranks that is not there is empty.
+    """
+    if size := re.fullmatch(r"(?:\d+\.\.)?(\d+)(?:x(\d+))?", scale):
+        nodes, per_node = size.groups(default="")
+        return nodes, per_node
+    file = Path("conf", "scale", f"{scale}.yaml")
+    if not file.is_file():
+        return scale, ""
+    import yaml
+
+    known: object = None
+    with suppress(OSError, ValueError, yaml.YAMLError):  # Hydra reports it
+        known = yaml.safe_load(file.read_text(encoding="utf-8"))
+    sizes = known if isinstance(known, dict) else {}
+    nodes = sizes.get("max_nodes") or sizes.get("nodes") or scale
+    return str(nodes), str(sizes.get("per_node") or "")
+
+
 def typed_settings(own: Sequence[str]) -> set[str]:
     """Return the settings that raydist's own overrides set, for which no flag counts."""
     typed = {key.lstrip("+"): value for key, _, value in (text.partition("=") for text in own)}
     # Settings win over a choice of their group: those of torchrun's defaults would, too.
     of_nodes = {"scale.nodes", "scale.max_nodes"} if "scale" in typed else set()
-    of_ranks = {"scale.per_node"} if re.search(r"x\d", typed.get("scale", "")) else set()
+    of_ranks = {"scale.per_node"} if named_size(typed.get("scale", ""))[1] else set()
     return {*typed, *of_nodes, *of_ranks}
 
 

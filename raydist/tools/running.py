@@ -62,7 +62,7 @@ def connected_run(place: str, arguments: argparse.Namespace) -> Iterator[Link]:
 
     ConfigError: there is no such run, or it does not run. RunEnded: it ended meanwhile.
     """
-    _check_words(place, arguments)
+    check_run_words(place, arguments)
     with contextlib.ExitStack() as stack:
         if arguments.job:
             link: Link = open_job_link(arguments.job, arguments.address, place)
@@ -92,7 +92,7 @@ def _is_output_closed() -> bool:
     return any(flags & select.POLLERR for _, flags in poll.poll(0))
 
 
-def _check_words(place: str, arguments: argparse.Namespace) -> None:
+def check_run_words(place: str, arguments: argparse.Namespace) -> None:
     """Raise ConfigError if a word is empty, as that of a shell variable that is not set.
 
     It must not mean the newest run, or the current folder.

@@ -29,7 +29,7 @@ from raydist.shared.signals import stoppable
 from raydist.state import object_store
 from raydist.tools import command_line, submit
 from raydist.tools.command_line import ToolParser, run_tool
-from raydist.tools.running import add_job_flags
+from raydist.tools.running import add_job_flags, check_run_words
 from raydist.watch.web.export import export, export_folder, export_list, export_sweep
 from raydist.watch.web.follow import Fetch, FollowedRun, file_size, is_here
 from raydist.watch.web.mirror import Mirror, Read, stored
@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def watch(arguments: argparse.Namespace) -> int:
     """Find the run, then serve or export it."""
     places = arguments.overrides or ["newest"]
-    if arguments.job == "" or "" in places:
-        raise no_run("RUN or --job", "it is empty", "a run folder, a job's id, or `newest`")
+    for place in places:
+        check_run_words(place, arguments)
     if len(places) > 1 or (arguments.job and arguments.overrides):
         what = " ".join([*places, *(["--job", arguments.job] if arguments.job else [])])
         raise no_run(what, "one run, or one folder of runs, can be watched at a time", places[0])

@@ -34,7 +34,8 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
 
     - `model`: also in torch's DistributedDataParallel, or compiled.
     - `folder`: rank 0 writes it, in a pipeline also the first rank of each stage, which must see
-      it. Files of these names are replaced, and those of earlier weights removed.
+      it. Earlier weights in it are replaced: what is there can be loaded only while it is whole,
+      also if the ranks are killed meanwhile.
     - `dtype`: of all tensors with floating point, such as torch.bfloat16. None: as they are.
 
     Returns the folder. A tensor with several names is saved under the first. The tensors are
@@ -57,8 +58,12 @@ def save_weights(model: nn.Module, folder: str | Path, *, dtype: torch.dtype | N
             writer.add(name, value, dtype)
     writer.flush()
     everyone = _gather(writer)
+    if writer.rank == 0:
+        writer.withdraw(everyone)
+    _gather(writer)
     if writes:
         writer.rename(everyone)
+    _gather(writer)
     if writer.rank == 0:
         writer.finish(model, everyone)
     _gather(writer)
@@ -163,6 +168,16 @@ class WeightWriter:
     def _temporary(self, number: int) -> Path:
         return self.folder / f".writing-{self.rank}-{number}.safetensors"
 
+    def withdraw(self, everyone: Sequence[Mapping[str, Any]]) -> None:
+        """Remove the index of earlier weights if one of their files is about to be replaced.
+
+        If the ranks were killed before all of them are, it would make one model of two.
+        """
+        names = final_names([len(each["files"]) for each in everyone])
+        with self._noting():
+            if any((self.folder / name).exists() for own in names for name in own):
+                (self.folder / INDEX).unlink(missing_ok=True)
+
     def rename(self, everyone: Sequence[Mapping[str, Any]]) -> None:
         """Give the files their names. `everyone`: what each rank has written."""
         names = final_names([len(each["files"]) for each in everyone])[self.rank]
@@ -174,8 +189,8 @@ class WeightWriter:
         """Write what names the files, and the configuration of a model of transformers.
 
         What earlier weights in the folder have left is removed, at the end: up to then readers find
-        either the earlier weights or these. Some prefer one file to an index, others take all
-        files.
+        the earlier weights, these, or several files without an index, which they refuse. Some
+        prefer one file to an index, others take all files.
         """
         names = final_names([len(each["files"]) for each in everyone])
         index = self.folder / INDEX

@@ -55,9 +55,6 @@ class Training:
         self.hooks = hooks
         self.reporter = MetricReporter(state.stepper.model.device)
         self.seconds = {"step": 0.0, "evaluate": 0.0, "save": 0.0}
-        self.results: dict[str, float] = {}
-        self.evaluated_step = -1
-        """The step of the last evaluation."""
         self.skipped = 0
         """Steps of this attempt that changed no weight (`train.nan=skip`)."""
 
@@ -133,7 +130,7 @@ class Training:
         samples, rank = timed * order.global_batch, context.rank().rank
         context.current().samples_per_s = samples / self.seconds["step"] if samples else 0.0
         context.emit_event(kinds.Done(rank=rank, spent=self.seconds, samples=samples))
-        return ({} if progress.loss is None else {"loss": progress.loss.item()}) | self.results
+        return ({} if progress.loss is None else {"loss": progress.loss.item()}) | progress.results
 
     def _announce(self) -> None:
         """Tell the driver where this attempt begins."""
@@ -152,10 +149,10 @@ class Training:
                 fit=context.later_fit(context.current().fit),
             )
         )
-        # No step will report the loss.
+        # No step will report the loss, and no evaluation its results.
         finished = progress.step == progress.steps
         if finished and progress.loss is not None and rank == 0:
-            values = {"loss": progress.loss.item()}
+            values = {"loss": progress.loss.item(), **progress.results}
             context.emit_event(kinds.Recalled(rank=rank, step=progress.step, values=values))
 
     def _begin_changes(self) -> None:
@@ -251,19 +248,19 @@ class Training:
 
     def _evaluate(self) -> None:
         """Evaluate the model on the test samples, unless this step has been evaluated already."""
-        step = self.state.progress.step
-        self.state.progress.unevaluated = False
-        if self.tests is None or self.evaluated_step == step:
+        progress = self.state.progress
+        step = progress.step
+        progress.unevaluated = False
+        if self.tests is None or progress.results:
             return
         with self._spending("evaluate"):
             tests, model = self.tests, self.state.stepper.model
-            self.results = model.evaluate(tests.batches, tests.metrics)
-        self.evaluated_step = step
+            progress.results = model.evaluate(tests.batches, tests.metrics)
         if context.rank().rank == 0:
-            context.report(step=step, **self.results)
+            context.report(step=step, **progress.results)
         if self.hooks.on_evaluate is not None:
             self.checkpointer.note_change(step)
-            self.hooks.on_evaluate(step, dict(self.results))
+            self.hooks.on_evaluate(step, dict(progress.results))
 
     def _save(self) -> None:
         """Save a checkpoint of the current step, unless it has been saved already."""
@@ -271,8 +268,7 @@ class Training:
         if progress.loss is None or self.checkpointer.saved_step == progress.step:
             return
         with self._spending("save"):
-            results = self.results if self.evaluated_step == progress.step else {}
-            self.checkpointer.save(self.state, {"loss": progress.loss.item(), **results})
+            self.checkpointer.save(self.state, {"loss": progress.loss.item(), **progress.results})
 
     @contextmanager
     def _spending(self, what: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -30,6 +31,11 @@ class TrainingProgress:
         """The loss of the last step; None: it is not known."""
         self.unevaluated: bool = position.get("unevaluated", False)
         """Whether an evaluation after the last step is to come (`train.evaluate_steps`)."""
+        self.results: dict[str, float] = {}
+        """Those of the evaluation after the last step; empty: there was none. A later run evaluates
+        once more: its test samples may be others."""
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            self.results |= position.get("results", {})
         per_epoch, epochs = order.steps_per_epoch, job.train.epochs
         after = order.steps_left + (epochs - order.epoch - 1) * per_epoch
         self.steps = job.train.steps or step + (after if order.epoch < epochs else 0)
@@ -52,6 +58,7 @@ class TrainingProgress:
         self.step += 1
         self.samples += samples
         self.loss = loss
+        self.results = {}
 
     def course(self, job: Job, order: Order) -> optim.Course:
         """Return the schedule at its position in samples: a new global batch does not move it.
@@ -123,6 +130,7 @@ class TrainingState:
             "samples": progress.samples,
             "warmed": progress.warmed,
             "unevaluated": progress.unevaluated,
+            "results": progress.results,
             "changed": {name: [*values] for name, values in self._changes.items()},
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,10 +14,13 @@ from torch import nn
 
 from raydist.settings.config import Job
 from raydist.shared.errors import ConfigError
+from raydist.shared.rank_names import counted
 from raydist.worker import context
 
 INDEX = "model.safetensors.index.json"
 """Names the file of each tensor, if there are several files."""
+PART = re.compile(r"-of-(?!0*1\.)\d+\.safetensors$")
+"""The end of the name of one file of several, such as a killed save_weights has left."""
 NAMED = 4
 """Limit on the names in a message."""
 
@@ -62,10 +66,10 @@ class WeightFiles:
         if not found[0].is_file():
             # not `.writing-…`, which a killed save_weights has left
             found = [*path.glob("[!.]*.safetensors")]
-        if len(found) == 1:
+        if len(found) == 1 and not PART.search(found[0].name):
             return found
         if path.is_dir():
-            what = f"it has {len(found)} files *.safetensors, but no {INDEX}"
+            what = f"it has {counted(len(found), 'file')} *.safetensors, but no {INDEX}"
         else:
             what = f"there is no file or folder {path.absolute()} on this node"
         raise ConfigError.of("train.weights", self._path, what, "train.weights=FOLDER")

@@ -61,16 +61,6 @@ def reset_interpreter() -> None:
         process.current_process().authkey = os.urandom(32)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
-    # The launcher was started with -m, which adds the current folder; `python file.py` does not.
-    sys.path[:] = without_current_folder(sys.path, os.environ.get("PYTHONPATH", ""), os.getcwd())
-
-
-def without_current_folder(paths: Sequence[str], python_path: str, current: str) -> list[str]:
-    """Return a search path without the current folder, unless PYTHONPATH names it in some way."""
-    named = python_path.split(os.pathsep) if python_path else []
-    if any(os.path.normpath(os.path.join(current, path)) == current for path in named):
-        return [*paths]
-    return [path for path in paths if path not in ("", current)]
 
 
 def run_file(script: str, args: Sequence[str], main: ModuleType) -> None:

@@ -30,7 +30,7 @@ def test_memory_errors_and_a_lost_gpu_are_reported_to_the_rank_that_has_it(
     def fault(local: int, visible: str | None, lost_only: bool = False) -> str:
         env = {"LOCAL_RANK": str(local)}
         env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        return asyncio.run(gpu_faults.find_fault(env, 60, lost_only))
+        return asyncio.run(gpu_faults.find_fault(gpu_faults.own_gpus(env), 60, lost_only))
 
     errors = "NVML has counted 1 uncorrectable ECC error of GPU {} since its driver was loaded"
     assert fault(1, None) == errors.format(1)
@@ -39,6 +39,8 @@ def test_memory_errors_and_a_lost_gpu_are_reported_to_the_rank_that_has_it(
     assert fault(0, machine.uuid(3, 1)) == errors.format(machine.uuid(3, 1))
     assert fault(2, None) == "NVML reports that GPU 2 is lost: it has fallen off the bus"
     assert [fault(local, None, lost_only=True) for local in (1, 2)] == ["", fault(2, None)]
+    both = asyncio.run(gpu_faults.find_fault(["0", "1", "2"], 60))
+    assert both == f"{fault(1, None)}; {fault(2, None)}"
     assert [fault(0, visible) for visible in ("0,1", "", "-1", "GPU-none")] == [""] * 4
 
 
@@ -74,6 +76,30 @@ def test_xids_are_those_of_the_ranks_own_gpu_or_mig_instance(
         assert told == [line for line in lines if "Xid 45" not in line]
 
 
+def test_a_second_gpu_of_a_rank_has_xids_too(
+    tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = FakeGpus(tmp_path, libraries, 4)
+    monkeypatch.setenv("FAKE_GPU", str(machine.folder))
+    monkeypatch.setattr(nvml, "LIBRARY", str(libraries / "libnvidia-ml.so.1"))
+
+    async def watch() -> list[str]:
+        found = XidWatch(lambda line: None, count=2)
+        env = {"CUDA_VISIBLE_DEVICES": "0,2,1,3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        found.start(env)
+
+        def noted() -> bool:
+            for number in range(4):
+                machine.report_xid(number, 48)
+            return len(found.lines()) == 2
+
+        await asyncio.to_thread(wait_until, noted, "Xids", 120)
+        found.close()
+        return found.lines()
+
+    assert {*asyncio.run(watch())} == {describe_xid(48, gpu) for gpu in ("2", "3")}
+
+
 @pytest.mark.parametrize("visible", ["0", "", "-1", "GPU-none"])
 def test_without_the_right_to_events_or_a_gpu_there_are_no_xids(
     tmp_path: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch, visible: str
@@ -102,5 +128,5 @@ def watching_threads_end(env: dict[str, str]) -> list[str]:
 
 def test_without_a_driver_there_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml, "LIBRARY", "libnvidia-ml.so.none")
-    assert asyncio.run(gpu_faults.find_fault({"LOCAL_RANK": "0"}, 60)) == ""
+    assert asyncio.run(gpu_faults.find_fault(["0"], 60)) == ""
     assert watching_threads_end({"LOCAL_RANK": "0"}) == []

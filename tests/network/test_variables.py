@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import torch
 from raydist.cluster import placement
 from raydist.cluster.nodes import Node
 from raydist.cluster.placement import Plan
+from raydist.launch.start_requests import common_request, rank_requests
 from raydist.network import rdma, variables
 from raydist.network.facts import Gpu
 from raydist.network.names import RANK_FOLDER, EnvVar
 from raydist.network.variables import Rendezvous
+from raydist.node.gpu_faults import own_gpus
 from raydist.node.probe import Facts
 from raydist.settings.config import Backend, Fabric, Job, Restart, Scale
 from raydist.shared.errors import ConfigError
@@ -309,6 +312,37 @@ def test_each_node_has_its_own_gpus() -> None:
     ]
     values, _ = planned(job(), where, *each)
     assert [own["CUDA_VISIBLE_DEVICES"] for own in values] == ["0,1", "0,1", "4,5", "4,5"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "held", "own"),
+    [
+        (1, (("1",), ("0",)), [["0"], ["1"]]),
+        (2, (("0", "1"), ("2", "3")), [["0", "1"], ["2", "3"]]),
+        (0.5, (("0",), ("0",)), [["0"], ["0"]]),
+        (0, ((), ()), [[], []]),
+    ],
+)
+def test_the_agent_of_a_rank_watches_all_of_its_gpus(
+    gpus: float, held: tuple[tuple[str, ...], ...], own: list[list[str]]
+) -> None:
+    """Of two it watched the first."""
+    settings, where = job(), plan(node(1, gpu=4), per_node=2, gpus=gpus)
+    each = [facts(1, gpus=ids) for ids in held]
+    variables_of_each = variables.plan_variables(settings, where, each, MEET)
+    nodes: Any = SimpleNamespace(left_on=lambda slot: ())
+    common = common_request(settings, has_call=False, keep=False, saving=False)
+    requests = rank_requests(common, settings, where, each, variables_of_each, nodes)
+    assert [own_gpus(request.env, request.gpus) for request in requests] == own
+
+
+def test_gpus_that_raydist_has_not_assigned_are_taken_in_turn() -> None:
+    ranks = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    eight = {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"}
+    assert own_gpus(ranks) == ["1"]
+    assert own_gpus(ranks, 2) == ["1", "3"]
+    assert (own_gpus(ranks | eight), own_gpus(ranks | eight, 2)) == (["6"], ["6", "4"])
+    assert own_gpus({**ranks, "CUDA_VISIBLE_DEVICES": "MIG-a"}, 2) == ["MIG-a"]
 
 
 def test_a_job_without_gpus_sees_none_and_one_that_nobody_counted_for_sees_all() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from raydist.launch.start_requests import common_request
 from raydist.messages.agent import FindUnreachablePaths, StartRank
 from raydist.messages.checkup import TryLibraries
 from raydist.messages.server import RankSpec
@@ -44,6 +46,48 @@ def scratch(request: pytest.FixtureRequest) -> Iterator[Path]:
 def give_away(*paths: Path) -> None:
     for path in paths:
         os.chown(path, OTHER, OTHER, follow_symlinks=False)
+
+
+@pytest.mark.parametrize(
+    ("driver", "node", "stays"),
+    [
+        ("", "", False),
+        ("/x", "/y", False),
+        (".", "", True),
+        ("{}/", "/y", True),
+        (":/x", "", True),
+        ("{}/tools/..", "", True),
+        ("", "{}", True),
+    ],
+)
+@pytest.mark.parametrize("working_dir", ["", "."])
+def test_the_current_folder_stays_if_pythonpath_names_it(
+    driver: str,
+    node: str,
+    stays: bool,
+    working_dir: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`PYTHONPATH=. raydist train script=tools/train.py`, where tools/train.py imports from here.
+
+    A Ray that was started before does not have the variable.
+    """
+    project = tmp_path / "project"
+    (project / "tools").mkdir(parents=True)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", ["", str(project), "/lib"])
+    monkeypatch.setenv("PYTHONPATH", driver.format(project))
+    job = Job(script="tools/train.py", working_dir=working_dir)
+    request = common_request(job, has_call=False, keep=False, saving=False)
+    if working_dir:  # Ray's copy of the folder, in which the agent runs
+        project = project.rename(tmp_path / "copy")
+        monkeypatch.chdir(project)
+        monkeypatch.setattr(sys, "path", [str(project), "/lib"])
+    monkeypatch.setenv("PYTHONPATH", node.format(project))
+    spec = complete_spec(request, tmp_path, FromMpirun())
+    assert "/lib" in spec.sys_path
+    assert ("" in spec.sys_path or str(project) in spec.sys_path) == stays
 
 
 def test_a_folder_that_anybody_could_make_is_left_out(scratch: Path) -> None:
@@ -157,7 +201,8 @@ def test_a_job_beside_which_anybody_may_put_modules_is_refused(
             spec(cwd, **code)
     assert spec(scratch, target="package.module:train").sys_path[:1] != (str(scratch),)
     assert spec(tmp_path, script=str(run)).script == str(run)  # it imports nothing
-    assert spec(scratch, script=str(train), driver=machine_id()).sys_path[0] == str(scratch)
+    own = spec(scratch, target=f"{train}:train", driver=machine_id())
+    assert own.sys_path[0] == str(scratch)
 
 
 def test_no_process_of_a_node_imports_from_a_folder_that_is_open_to_all(

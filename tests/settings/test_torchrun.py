@@ -117,6 +117,32 @@ def test_a_typed_size_wins_over_that_of_the_flags(
     assert kept.items() <= translated.items()
 
 
+def test_a_size_in_a_file_of_ones_own_wins_over_that_of_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of --nproc-per-node, 1, won over it."""
+    monkeypatch.chdir(tmp_path)
+    (folder := tmp_path / "conf/scale").mkdir(parents=True)
+    (folder / "mine.yaml").write_text("nodes: 2\nper_node: 8\ncpus: 3\n")
+    (folder / "open.yaml").write_text("cpus: 3\n")
+    (folder / "broken.yaml").write_text("per_node: [")
+    (tmp_path / "train.py").touch()
+    for typed, ranks in (
+        (["scale=mine"], 8),
+        (["--nnodes", "3", "--nproc-per-node", "4", "scale=mine"], 8),
+        (["scale=mine", "scale.per_node=2"], 2),
+        (["scale=open"], 1),
+        (["--nproc-per-node", "4", "scale=open"], 4),
+    ):
+        overrides = torchrun.translate_torchrun([*typed, "train.py"], {}).overrides
+        scale = compose.compose(overrides).scale
+        assert (scale.per_node, scale.cpus) == (ranks, 3)
+        assert scale.nodes == 2 or "open" in typed[-1]
+    shown = words("--local-ranks-filter", "0", "scale=mine", "train.py")["watch.output"]
+    assert shown == "0,8"
+    assert words("scale=broken", "train.py")["scale.per_node"] == "1"
+
+
 def test_a_flag_after_a_setting_is_no_script() -> None:
     with pytest.raises(ConfigError, match="--nnodes: torchrun's flags come before") as refused:
         words("scale.cpus=4", "--nnodes", "2", "train.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from raydist.launch.changes import Changes
 from raydist.shared.errors import ConfigError
 from raydist.shared.events import Events
 from raydist.shared.record_names import EVENTS
-from raydist.tools import stop
+from raydist.tools import stop, watch
 from raydist.tools.running import find_running, ranks_of_text
 from raydist.watch.operate.answers import OperatedRun
 from raydist.watch.operate.connection import FILE, read_address
@@ -47,7 +47,9 @@ def running(folder: Path) -> Iterator[list[object]]:
         (["--address", "http://head:8265"], "use --job ID"),
     ],
 )
-def test_an_empty_word_does_not_stop_the_newest_run(
+@pytest.mark.parametrize("command", [stop.main, watch.main])
+def test_an_empty_word_does_not_stop_or_show_the_newest_run(
+    command: Callable[[list[str]], int],
     words: list[str],
     reason: str,
     tmp_path: Path,
@@ -57,7 +59,7 @@ def test_an_empty_word_does_not_stop_the_newest_run(
     """As `raydist stop --job "$ID"` where ID is not set."""
     monkeypatch.chdir(tmp_path)
     with running(tmp_path / "runs" / "1") as stops:
-        assert stop.main(words) == 2
+        assert command(words) == 2
     assert stops == []
     assert reason in capsys.readouterr().err
 

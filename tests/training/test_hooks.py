@@ -264,13 +264,14 @@ class Kept:
         self.saved: dict[int, Tensor] = {}
         self.hooked: dict[int, Tensor] = {}
         self.losses: dict[int, float] = {}
+        self.figures: dict[str, float] = {}
         self._stop = stop
         self._model = Drawing()
         threading.Thread(
             target=self._write, args=(SnapshotBuffer(descriptor),), daemon=True
         ).start()
         with suppress(ArithmeticError):
-            raydist.fit(
+            self.figures = raydist.fit(
                 job,
                 model=self._model,
                 train=TensorDataset(*tensors()),
@@ -279,6 +280,7 @@ class Kept:
                 on_step=self._on_step,
                 on_evaluate=self._on_evaluate,
             )
+        self.bias = self._model.layer.bias.detach().clone()
 
     def _write(self, memory: SnapshotBuffer) -> None:
         """Note the weights of each checkpoint, in place of the writer of the node."""
@@ -322,6 +324,31 @@ def test_what_an_evaluation_changes_is_in_checkpoints_and_after_a_restart(tmp_pa
         assert torch.equal(whole.saved[step], bias)
     assert [*restarted.hooked] == [2, 4]
     assert restarted.losses == {step: whole.losses[step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, [4]), (3, [])])
+def test_a_restart_after_the_end_leaves_what_the_last_evaluation_has_changed(
+    every: int, again: list[int], tmp_path: Path
+) -> None:
+    """The state was that after the evaluation, and the hook changed it once more.
+
+    With a state of every step, that before the evaluation is in memory.
+    """
+
+    def end_twice(job: Job) -> tuple[Kept, Kept]:
+        torch.manual_seed(0)
+        descriptor = memory()
+        ended = Kept(job, descriptor)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        os.environ["RAYDIST_RESUME"] = "checkpoints/step-00000004"
+        return ended, Kept(job, descriptor)
+
+    job = replace(BASE, snapshot=Snapshot(every=every), checkpoint=Checkpoint(every=2))
+    (rank,) = succeeded(run_ranks(1, job, end_twice, tmp_path))
+    ended, restarted = rank.value
+    assert torch.equal(restarted.bias, ended.bias)
+    assert restarted.figures == ended.figures
+    assert [*restarted.hooked] == again
 
 
 @pytest.mark.parametrize(("steps", "evaluate_every"), [(6, 1), (4, 2)])

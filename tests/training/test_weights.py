@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from raydist import models
 from raydist.settings.config import Backend, Data, Job, Optim, Parallel, Train
 from raydist.training import export
 from raydist.training.export import final_names
-from raydist.training.weights import INDEX
+from raydist.training.weights import INDEX, WeightFiles
 from raydist.worker import context
 from tests.losses import next_token
 from tests.ranks import RankResult, run_ranks, succeeded
@@ -247,10 +249,7 @@ def test_earlier_weights_in_the_folder_are_removed(tmp_path: Path) -> None:
     def save(job: Job) -> list[list[str]]:
         found = []
         for number, limit in enumerate((10**6, 40, 20, 10**6)):
-            export.FILE_BYTES = limit
-            model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
-            for value in model.parameters():
-                nn.init.constant_(value, number)
+            export.FILE_BYTES, model = limit, constant(number)
             models.save_weights(model, folder)
             tensors = [each for file in folder.glob("*.safetensors") for each in load_file(file)]
             assert sorted(tensors) == sorted(model.state_dict())
@@ -264,6 +263,64 @@ def test_earlier_weights_in_the_folder_are_removed(tmp_path: Path) -> None:
     assert one == again == ["model.safetensors"]
     assert two == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)] + [INDEX]
     assert four == [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)] + [INDEX]
+
+
+@pytest.mark.parametrize("earlier", [None, 10**6, 40, 20])
+@pytest.mark.parametrize("limit", [10**6, 40])
+def test_a_killed_save_leaves_no_mixture_of_weights(
+    earlier: int | None, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of earlier weights named files of both; one part of new ones passed for all."""
+    folder = tmp_path / "saved"
+
+    def save(value: float, limit: int) -> None:
+        export.FILE_BYTES = limit
+        models.save_weights(constant(value), folder)
+
+    def save_until_killed(job: Job) -> list[set[float]]:
+        found, left = [], 0
+        replace_by = Path.replace
+
+        def replaced(self: Path, target: Path) -> Path:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            return replace_by(self, target)
+
+        for renamed in range(4):
+            shutil.rmtree(folder, ignore_errors=True)
+            if earlier is not None:
+                save(1, earlier)
+            left = renamed
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                patch.setattr(Path, "replace", replaced)
+                save(2, limit)
+            found.append(loaded(folder))
+        return found
+
+    (result,) = succeeded(run_ranks(1, BASE, save_until_killed, tmp_path))
+    assert all(len(values) <= 1 for values in result.value)
+    assert result.value[-1] == {2}
+
+
+def constant(value: float) -> nn.Module:
+    """Return a model all of whose parameters have one value."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
+    for each in model.parameters():
+        nn.init.constant_(each, value)
+    return model
+
+
+def loaded(folder: Path) -> set[float]:
+    """Return the values of a model of zeros with the weights in a folder; none: it is refused."""
+    model = constant(0)
+    try:
+        files = WeightFiles(str(folder))
+    except raydist.ConfigError:
+        return set()
+    files.fill(model, model.modules())
+    return {value for each in model.parameters() for value in each.flatten().tolist()}
 
 
 def begin(job: Job) -> str:

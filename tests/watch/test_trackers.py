@@ -18,7 +18,7 @@ from raydist.shared.events import Events
 from raydist.state.write import SaveRequest, write
 from raydist.watch import track
 from raydist.watch.trackers import Ending, Ledger, Task
-from raydist.watch.trackers.child import FailurePages, Follower
+from raydist.watch.trackers.child import FailurePages, Follower, Life
 from raydist.watch.trackers.mlflow import Mlflow, plain
 from raydist.watch.trackers.tensorboard import unused
 from raydist.watch.trackers.wandb import Wandb
@@ -93,10 +93,14 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("kept")
-def test_no_password_of_a_store_is_shown(tmp_path: Path) -> None:
-    tracker = Mlflow(Task("mlflow", str(tmp_path), "digits", {}, False, False, 0), "abc")
-    assert tracker.link == "http://***@host:5000 run abc"
-    assert "hunter2" in tracker.variables["MLFLOW_TRACKING_URI"]  # the program needs it
+def test_no_password_of_a_store_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", "abc")
+    said, life = list[dict[str, Any]](), Life("mlflow", lambda **message: None, 0)
+    task = Task("mlflow", str(tmp_path), "digits", {}, False, False, 0)
+    Follower(task, lambda **message: said.append(message), life)._open()
+    (message,) = said
+    assert message["track"] == "mlflow  http://***@host:5000 run abc"
+    assert "hunter2" in message["variables"]["MLFLOW_TRACKING_URI"]  # the program needs it
 
 
 def test_the_page_of_a_resumed_run_is_beside_that_of_the_run_before(

@@ -373,16 +373,6 @@ def test_a_command_has_the_signals_that_a_shell_gives_it(tmp_path: Path) -> None
     assert ignored(log.read_text()) == direct
 
 
-@pytest.mark.parametrize(
-    ("python_path", "stays"),
-    [("", False), ("/x", False), (".", True), ("/p/", True), (":/x", True), ("/p/tools/..", True)],
-)
-def test_the_current_folder_stays_if_pythonpath_names_it(python_path: str, stays: bool) -> None:
-    """`PYTHONPATH=. raydist train script=tools/train.py`, where tools/train.py imports from here."""
-    found = program.without_current_folder(["", "/p", "/lib"], python_path, "/p")
-    assert found == (["", "/p", "/lib"] if stays else ["/lib"])
-
-
 @pytest.mark.parametrize("words", ["script=src/train.py", "script=-m train", "job=src/train.py"])
 def test_a_module_wins_over_the_installed_package_of_its_name(words: str, tmp_path: Path) -> None:
     """The fork server had imported the package, as for an earlier program."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,47 @@ def test_a_variable_that_is_set_before_an_import(source: str, name: str, tmp_pat
     assert preload.variable_set_early(job) == name
     file.write_text(f"{source}def job(): ...\n" if name or "def" not in source else source)
     assert preload.variable_set_early(replace(Job(), job=Target(f"{file}:job"))) == name
+
+
+@pytest.mark.parametrize("file", ["part/train.py", "part/train/__main__.py"])
+def test_the_packages_of_a_module_are_looked_into(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python runs them before the module itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("outer", "outer.part"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (main := tmp_path / "outer" / file).parent.mkdir(parents=True)
+    main.write_text("import torch\n\ndef job(): ...\n")
+    for folder in main.parents[: main.parents.index(tmp_path)]:
+        (folder / "__init__.py").touch()
+    by_module = Job(script="-m outer.part.train")
+    by_path = Job(script=str(main))
+    target = Job(job=Target("outer.part.train:job"))
+    assert [preload.variable_set_early(job) for job in (by_module, by_path, target)] == [""] * 3
+    (tmp_path / "outer/__init__.py").write_text("import os, yaml\nos.environ['OUTER'] = '1'\n")
+    found = [preload.variable_set_early(job) for job in (by_module, by_path, target)]
+    assert found == ["OUTER", "", "OUTER"]
+    assert preload.script_modules(by_module.script) == ["os", "yaml", "torch"]
+    assert preload.script_modules(by_path.script) == ["torch"]
+
+
+def test_a_program_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("import torch  # of this test\n")
+    (file := tmp_path / "train.py").write_text("import own  # of this test\n")
+    parsed, parse = list[str](), ast.parse
+
+    def noted(source: str) -> ast.Module:
+        parsed.append(source)
+        return parse(source)
+
+    job = Job(script=str(file))
+    with monkeypatch.context() as patch:
+        patch.setattr(ast, "parse", noted)
+        found = preload.of(job), preload.variable_set_early(job)
+    assert found == (["torch"], "")
+    assert sorted(parsed) == ["import own  # of this test\n", "import torch  # of this test\n"]
 
 
 def test_a_variable_that_is_set_early_is_told_once(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from raydist.settings.secrets import masked
 from raydist.watch.trackers import Ending, Measured, Task, by_full_name
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
@@ -39,7 +38,7 @@ class Mlflow:
             self.id = run or os.environ.get("MLFLOW_RUN_ID", "") or self._create_run(task)
             self._client.update_run(self.id, status="RUNNING")
         uri = mlflow.get_tracking_uri()
-        self.link = f"{masked(uri)} run {self.id}"
+        self.link = f"{uri} run {self.id}"
         self.variables = {"MLFLOW_RUN_ID": self.id, "MLFLOW_TRACKING_URI": uri}
 
     def _create_run(self, task: Task) -> str:
