@@ -232,15 +232,23 @@ def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
-    """Find chosen HCAs whose /dev/infiniband file is missing, or closed to this user."""
-    closed = [hca for hca in likely_devices(job, node).hcas if not hca.openable]
+    """Find active HCAs whose /dev/infiniband file is missing, or closed to this user.
+
+    It is only a note if the ranks can open others, as in a container that has some of the host's.
+    """
+    chosen = likely_devices(job, node).hcas
+    closed = [hca for hca in chosen if not hca.openable]
+    level = "fail" if closed else "note"
+    if chosen and not closed and not job.fabric.hca:
+        closed = [hca for hca in node.hcas if hca.active and not hca.openable]
     if closed:
         names = ", ".join(hca.uverbs or f"{hca.name}, which has no device file" for hca in closed)
+        others = "" if level == "fail" else f"; used: {', '.join(hca.name for hca in chosen)}"
         yield Finding(
             "rdma devices",
-            "fail",
+            level,
             (node.hostname,),
-            f"can't open {names}",
+            f"can't open {names}{others}",
             "docker run --device=/dev/infiniband; on Kubernetes an RDMA device plug-in",
         )
 

@@ -36,7 +36,7 @@ class DeviceChoice:
     hcas: tuple[Hca, ...]
     reason: str = ""
     aside: tuple[tuple[str, str], ...] = ()
-    """(name, reason) of each active HCA that is left out."""
+    """(name, reason) of each active HCA that is left out, although it could be opened."""
     sure: bool = True
     """Whether the choice is certain.
 
@@ -83,7 +83,8 @@ def choose_devices(job: Job, node: Facts) -> DeviceChoice:
 def likely_devices(job: Job, node: Facts) -> DeviceChoice:
     """Return the HCAs of fabric.hca, else the active HCAs of fabric.kind nearest to GPUs.
 
-    The latter all belong to one link class. A vendor's plug-in needs them too.
+    The latter all belong to one link class. Those that this process can't open, as in a container,
+    are not among them, unless it can open none. A vendor's plug-in needs them too.
     """
     if job.fabric.hca:
         return DeviceChoice(_requested_hcas(job, node), "fabric.hca")
@@ -92,8 +93,9 @@ def likely_devices(job: Job, node: Facts) -> DeviceChoice:
     layer = LAYERS.get(job.fabric.kind)
     active = [hca for hca in node.hcas if hca.active]
     candidates = [hca for hca in active if layer is None or hca.active[0].link_layer == layer]
-    classes = {link_class(hca) for hca in candidates}
     aside = [(hca.name, f"is not {layer}") for hca in active if hca not in candidates]
+    candidates = [hca for hca in candidates if hca.openable] or candidates
+    classes = {link_class(hca) for hca in candidates}
     close = [
         hca for hca in candidates if any(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)
     ]

@@ -17,7 +17,7 @@ from raydist.settings.config import Backend, Fabric, Job, Scale
 from raydist.shared.errors import LaunchError
 from tests import machines
 from tests.machines import Box, Card, Link
-from tests.network.test_rdma import facts
+from tests.network.test_rdma import facts, only_opens
 
 
 def look(
@@ -378,6 +378,18 @@ def test_strict_with_a_plug_in_that_no_name_forces(tmp_path: Path) -> None:
     assert look(sound(tmp_path, "d", box)) == []
     missing = look(sound(tmp_path, "e", machines.efa_box(), machine=Machine()), strict=True)
     assert [one.check for one in checks_node.refusals(strict, missing)] == ["vendor"]
+
+
+def test_hcas_that_cannot_be_opened_are_a_note_where_others_can(tmp_path: Path) -> None:
+    """Such a job works; the doctor ended with 1, and fabric.strict refused it."""
+    here = sound(tmp_path, box=machines.roce_box(), rdma=Rdma("/lib/x", ("mlx5",), peermem=True))
+    some, none = only_opens(here, "mlx5_1"), only_opens(here)
+    (note,) = look(some, strict=True)
+    assert (note.check, note.level) == ("rdma devices", "note")
+    assert note.text == "can't open /dev/infiniband/uverbs0; used: mlx5_1"
+    assert look(some, hca=["mlx5_1"]) == []
+    for findings in (look(none), look(some, hca=["mlx5_0", "mlx5_1"])):
+        assert checks(findings)["rdma devices"] == "fail"
 
 
 def test_a_job_without_gpus_hears_nothing_of_hcas(tmp_path: Path) -> None:

@@ -110,6 +110,22 @@ def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
     assert values(facts(tmp_path, Box((up, down)))) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
 
 
+def only_opens(here: Facts, *names: str) -> Facts:
+    """A container that gets some of the host's HCAs, and sees all of them in /sys."""
+    return replace(here, hcas=tuple(replace(hca, openable=hca.name in names) for hca in here.hcas))
+
+
+def test_an_hca_that_cannot_be_opened_is_not_taken(tmp_path: Path) -> None:
+    """The GPU is near mlx5_1, the container has mlx5_0 only: NCCL_IB_HCA kept NCCL from that."""
+    box = machines.dgx()
+    here = facts(tmp_path, replace(box, gpus=box.gpus[1:2]))
+    assert values(here)["NCCL_IB_HCA"] == "=mlx5_1"
+    assert values(only_opens(here, "mlx5_0")) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
+    assert values(only_opens(here))["NCCL_IB_HCA"] == "=mlx5_1"
+    with_mpi = replace(only_opens(here, "mlx5_0", "mlx5_8"), mpi=OPEN_MPI)
+    assert rank(with_mpi, "mpi")["UCX_NET_DEVICES"] == "mlx5_0:1"
+
+
 @pytest.mark.parametrize(
     ("kind", "taken", "left"), [("ib", "mlx5_0", "mlx5_1"), ("roce", "mlx5_1", "mlx5_0")]
 )
