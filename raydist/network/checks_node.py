@@ -524,7 +524,12 @@ def check_stack(job: Job, node: Facts) -> Iterator[Finding]:
 
 NodeCheck = Callable[[Job, Facts], Iterator[Finding]]
 ClusterCheck = Callable[[Job, Sequence[Facts]], Iterator[Finding]]
-EACH: tuple[NodeCheck, ...] = (check_hostname, checks_site.check_site, check_limits)
+EACH: tuple[NodeCheck, ...] = (
+    check_hostname,
+    checks_site.check_site,
+    checks_site.check_gloo_overridden,
+    check_limits,
+)
 WITH_GPUS: tuple[NodeCheck, ...] = (
     check_hca_state,
     check_libraries,
@@ -532,6 +537,7 @@ WITH_GPUS: tuple[NodeCheck, ...] = (
     check_memlock,
     check_storage,
     checks_site.check_hcas,
+    checks_site.check_nccl_overridden,
     check_gid,
     check_gpudirect,
     check_affinity,

@@ -254,6 +254,53 @@ def test_what_is_right_is_silent(box: Box, more: dict[str, Any], tmp_path: Path)
     assert look(sound(tmp_path, box=box, **more)) == []
 
 
+OVERRIDDEN: dict[str, tuple[dict[str, Any], dict[str, str], str, str]] = {
+    # setting, site's value, words of the finding, fix
+    "hca": ({"hca": ["mlx5_0", "mlx5_4"]}, {"NCCL_IB_HCA": "=mlx5_1,mlx5_5"},
+            "wins over fabric.hca=[mlx5_0,mlx5_4]", "'env.NCCL_IB_HCA=\"=mlx5_0,mlx5_4\"'"),
+    "tcp": ({"kind": "ethernet"}, {"NCCL_IB_DISABLE": "0"}, "wins over fabric.kind=ethernet", "env.NCCL_IB_DISABLE=1"),
+    "tcp by plug-in": ({"kind": "ethernet"}, {"NCCL_NET": "AWS Libfabric"}, "wins over fabric.kind=ethernet",
+                       "env.NCCL_NET=Socket"),
+    "nccl": ({"interface": "eth0"}, {"NCCL_SOCKET_IFNAME": "eth"}, "wins over fabric.interface=eth0",
+             "env.NCCL_SOCKET_IFNAME==eth0"),
+    "gloo": ({"interface": "eth0"}, {"GLOO_SOCKET_IFNAME": "eth1"}, "wins over fabric.interface=eth0",
+             "env.GLOO_SOCKET_IFNAME=eth0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OVERRIDDEN)
+def test_a_site_value_that_wins_over_a_setting_is_a_warning(case: str, tmp_path: Path) -> None:
+    """A person who types fabric=ethernet for this run got RDMA, without a word."""
+    fabric, environment, words, fix = OVERRIDDEN[case]
+    box = machines.plain_box() if "interface" in fabric else machines.dgx()
+    interfaces = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5",), "eth1": ("10.1.0.5",)}
+    here = sound(tmp_path, box=box, environment=environment, interfaces=interfaces)
+    (finding,) = look(here, **fabric)
+    assert (finding.check, finding.level, finding.fix) == ("site settings", "warn", fix)
+    assert words in finding.text
+    overruled = look(here, env=dict.fromkeys(environment, "mlx5_0"), **fabric)
+    assert not [one for one in overruled if "wins over" in one.text]
+    if "interface" in fabric:
+        assert look(here, kind="site", **fabric) == []
+
+
+@pytest.mark.parametrize(
+    ("fabric", "environment"),
+    [
+        ({"hca": ["mlx5_4", "mlx5_0"]}, {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_4:1"}),
+        ({"kind": "ethernet"}, {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}),
+        ({"interface": "eth0"}, {"NCCL_SOCKET_IFNAME": "^lo,docker", "GLOO_SOCKET_IFNAME": "eth0"}),
+    ],
+    ids=["hca", "tcp", "interface"],
+)
+def test_a_site_value_that_selects_the_same_wins_over_nothing(
+    fabric: dict[str, Any], environment: dict[str, str], tmp_path: Path
+) -> None:
+    interfaces = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5",)}
+    here = sound(tmp_path, environment=environment, interfaces=interfaces)
+    assert not [one for one in look(here, **fabric) if "wins over" in one.text]
+
+
 def test_a_list_of_hcas_with_storage_among_them_is_told_whoever_wrote_it(tmp_path: Path) -> None:
     box = machines.dgx()
     best = ",".join(f"mlx5_{i}" for i in range(8))
