@@ -285,13 +285,13 @@ def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
         left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
         guess = (
             ""
-            if choice.sure
-            else f"PCIe does not show which HCAs are for storage: no GPU is near one; "
+            if not choice.doubt
+            else f"PCIe does not show which HCAs are for storage: {choice.doubt}; "
             f"{'UCX_NET_DEVICES' if job.backend.name == 'mpi' else 'NCCL_IB_HCA='}={names}, "
         )
         yield Finding(
             "storage hcas",
-            "note" if choice.sure else "warn",
+            "warn" if choice.doubt else "note",
             host,
             f"{guess}active HCAs left out: {left_out}",
             f"fabric.hca=[{names}] chooses explicitly",
