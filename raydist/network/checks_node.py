@@ -49,6 +49,8 @@ TCP_ONLY = ("gloo", "horovod")
 """Backends that use TCP; Horovod only without GPUs."""
 TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
 """Prefixes of the variables of Google's plug-ins (GPUDirect-TCPXO, GPUDirect-TCPX)."""
+GIB = "/usr/local/gib/"
+"""Folder of Google's plug-in for RDMA (A3 Ultra and later), which needs no such variables."""
 
 
 def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
@@ -455,6 +457,8 @@ def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
     Also find fabric.strict where NCCL_NET can't name the plug-in.
     """
     plugin, host = vendor_plugin(node), (node.hostname,)
+    site = checks_site.site_settings(job, node).get("NCCL_NET", ("", ""))[0]
+    network = str(job.env.get("NCCL_NET", site))
     if any(hca.vendor == EFA for hca in node.hcas) and not node.machine.plugins:
         level = "fail" if job.fabric.strict else "warn"
         yield Finding(
@@ -467,6 +471,8 @@ def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
     elif (
         "Google" in node.machine.cloud
         and plugin
+        and not plugin.startswith(GIB)
+        and network.lower() != "gib"
         and not any(name.startswith(TCPX) for name in node.environment)
     ):
         yield Finding(

@@ -103,11 +103,9 @@ def beside_storage() -> Box:
     return replace(card(), wires=wires, files={**card().files, "proc/mounts": mounts})
 
 
-def google() -> Box:
-    """Return an instance with GPUDirect-TCPXO whose profile nobody has sourced."""
-    return Box(
-        files={"sys/class/dmi/id/sys_vendor": "Google", "usr/local/nvidia/lib64/libnccl-net.so": ""}
-    )
+def google(plugin: str = "usr/local/nvidia/lib64/libnccl-net.so") -> Box:
+    """Return an instance with GPUDirect-TCPXO, whose profile nobody has sourced, or with gIB."""
+    return Box(files={"sys/class/dmi/id/sys_vendor": "Google", plugin: ""})
 
 
 ROCE_WITHOUT = Link(layer="Ethernet", gids={1: (machines.IB_GID, "RoCE v2", "eth1")})
@@ -233,6 +231,8 @@ def test_every_check_has_a_machine_where_it_fires() -> None:
         (twelve(), {"environment": {"NCCL_IB_HCA": "mlx5"}}),
         (twelve(), {"environment": {"NCCL_IB_HCA": "^mlx5_9"}}),
         (google(), {"environment": {"NCCL_FASTRAK_IFNAME": "eth1"}}),
+        (google(), {"environment": {"NCCL_NET": "gIB"}}),
+        (google("usr/local/gib/lib64/libnccl-net_internal.so"), {}),
         (card(), {"limits": Limits(65536, ipc_lock=True)}),
         (card(), {"limits": Limits(-1)}),
         (machines.efa_box(), {"limits": Limits(-1)}),
