@@ -58,6 +58,7 @@ class Rounds:
                 name if names.count(name) == 1 else f"{name}/{lead.node.ip}",
                 facts.address,
                 facts.interface,
+                tuple(facts.interfaces.get(facts.interface, ())),
             )
             for name, lead, facts in zip(names, self._leads, self._facts, strict=True)
         ]

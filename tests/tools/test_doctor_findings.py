@@ -228,6 +228,21 @@ def test_a_library_that_goes_elsewhere(
     assert "'env.GLOO_SOCKET_IFNAME=eth0'" in finding.fix
 
 
+def test_a_library_on_another_address_of_the_interface_names_both() -> None:
+    """It said: nccl would use eth0, not eth0."""
+    hosts = [
+        replace(host, addresses=(f"10.9.0.{i}", host.address)) for i, host in enumerate(nodes(2))
+    ]
+    replies = [{"nccl": {"addresses": [f"10.9.0.{i}"], "interface": "eth0"}} for i in range(2)]
+    (finding,) = doctor_findings.check_loaded_libraries(hosts[:1], replies[:1])
+    assert (finding.check, finding.level) == ("nccl", "warn")
+    assert finding.text == "nccl would use 10.9.0.0, not 10.0.0.1: both are addresses of eth0"
+    assert finding.fix.startswith("ray start --node-ip-address=10.9.0.0, or remove")
+    (both,) = doctor_findings.check_loaded_libraries(hosts, replies)
+    assert both.nodes == ("host0", "host1")
+    assert "10.9.0.0 on host0, not 10.0.0.1" in both.text
+
+
 def test_nccl_s_word_to_type_is_an_exact_name() -> None:
     (finding,) = doctor_findings.check_loaded_libraries(
         nodes(1), [{"nccl": {"error": "no socket interface found"}}]
