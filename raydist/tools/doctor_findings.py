@@ -58,8 +58,6 @@ class Host:
     address: str
     """The node's training address."""
     interface: str
-    addresses: tuple[str, ...] = ()
-    """All addresses of the interface."""
 
 
 Pairs = Collection[tuple[int, int]]
@@ -235,14 +233,16 @@ def check_clocks(
 
 
 def check_loaded_libraries(
-    hosts: Sequence[Host], replies: Sequence[Mapping[str, Mapping[str, Any]] | None]
+    hosts: Sequence[Host],
+    replies: Sequence[Mapping[str, Mapping[str, Any]] | None],
+    addresses: Sequence[Sequence[str]],
 ) -> Iterator[Finding]:
     """Find nodes where gloo or NCCL can't start, or would use another interface or address.
 
-    `replies`: by node, of node.dryrun.
+    `replies`: by node, of node.dryrun. `addresses`: by node, all of its training interface.
     """
     beside: dict[str, list[tuple[Host, str]]] = {}
-    for host, reply in zip(hosts, replies, strict=True):
+    for host, reply, known in zip(hosts, replies, addresses, strict=True):
         for name, answer in (reply or {}).items():
             variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[name]
             planned = f"env.{variable}={'=' * (name == 'nccl')}{host.interface}"
@@ -253,7 +253,7 @@ def check_loaded_libraries(
                 )
             elif host.address in answer["addresses"]:
                 continue
-            elif own := [address for address in answer["addresses"] if address in host.addresses]:
+            elif own := [address for address in answer["addresses"] if address in known]:
                 beside.setdefault(name, []).append((host, own[0]))
             else:
                 where = ", ".join(answer["addresses"]) or "no address"
