@@ -393,7 +393,7 @@ def failing() -> Report:
         *doctor_findings.check_peers(hosts, trips),
         *doctor_findings.check_latency(hosts, trips),
         *doctor_findings.check_clocks(hosts, trips),
-        *doctor_findings.check_loaded_libraries(hosts[:2], trials),
+        *doctor_findings.check_loaded_libraries(hosts[:2], trials, [(), ()]),
         *doctor_findings.check_imports(
             hosts,
             [{}, {"timm": "ModuleNotFoundError: No module named 'timm'"}, {}, {}, {}, {}],

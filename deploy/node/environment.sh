@@ -75,5 +75,11 @@ rm -f "$note"
 
 # ssh reached this node at the address in the cluster's file; the host name may resolve to 127.0.1.1.
 address=$(echo "${SSH_CONNECTION:-}" | cut -d' ' -f3)
+# But `ray up` reaches the head at external_head_ip, the other nodes at head_ip. Ray writes the cluster's file to the head, as JSON,
+# before it starts Ray there; the other nodes, which may share the home, have RAY_HEAD_IP.
+if [ -z "${RAY_HEAD_IP:-}" ] && grep -q '"external_head_ip": "' ~/ray_bootstrap_config.yaml 2>/dev/null; then
+    inner=$(getent ahosts "$(sed -n 's/.*"head_ip": "\([^"]*\)".*/\1/p' ~/ray_bootstrap_config.yaml)" | sed 's/ .*//;q')
+    case " $(hostname -I) " in *" ${inner:-none} "*) address=$inner ;; esac
+fi
 # shellcheck disable=SC2034 # for `ray start`
 here="--disable-usage-stats --temp-dir=$RAY_TMPDIR/ray ${address:+--node-ip-address=$address}"

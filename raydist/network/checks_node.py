@@ -53,6 +53,8 @@ TCP_ONLY = ("gloo", "horovod")
 """Backends that use TCP; Horovod only without GPUs."""
 TCPX = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_")
 """Prefixes of the variables of Google's plug-ins (GPUDirect-TCPXO, GPUDirect-TCPX)."""
+GIB = "/usr/local/gib/"
+"""Folder of Google's plug-in for RDMA (A3 Ultra and later), which needs no such variables."""
 
 
 def findings(job: Job, plan: Plan, facts: Sequence[Facts]) -> list[Finding]:
@@ -249,15 +251,23 @@ def check_libraries(job: Job, node: Facts) -> Iterator[Finding]:
 
 
 def check_device_files(job: Job, node: Facts) -> Iterator[Finding]:
-    """Find chosen HCAs whose /dev/infiniband file is missing, or closed to this user."""
-    closed = [hca for hca in likely_devices(job, node).hcas if not hca.openable]
+    """Find active HCAs whose /dev/infiniband file is missing, or closed to this user.
+
+    It is only a note if the ranks can open others, as in a container that has some of the host's.
+    """
+    chosen = likely_devices(job, node).hcas
+    closed = [hca for hca in chosen if not hca.openable]
+    level = "fail" if closed else "note"
+    if chosen and not closed and not job.fabric.hca:
+        closed = [hca for hca in node.hcas if hca.active and not hca.openable]
     if closed:
         names = ", ".join(hca.uverbs or f"{hca.name}, which has no device file" for hca in closed)
+        others = "" if level == "fail" else f"; used: {', '.join(hca.name for hca in chosen)}"
         yield Finding(
             "rdma devices",
-            "fail",
+            level,
             (node.hostname,),
-            f"can't open {names}",
+            f"can't open {names}{others}",
             "docker run --device=/dev/infiniband; on Kubernetes an RDMA device plug-in",
         )
 
@@ -294,13 +304,13 @@ def check_storage(job: Job, node: Facts) -> Iterator[Finding]:
         left_out = "; ".join(f"{name} {why}" for name, why in choice.aside)
         guess = (
             ""
-            if choice.sure
-            else f"PCIe does not show which HCAs are for storage: no GPU is near one; "
+            if not choice.doubt
+            else f"PCIe does not show which HCAs are for storage: {choice.doubt}; "
             f"{'UCX_NET_DEVICES' if job.backend.name == 'mpi' else 'NCCL_IB_HCA='}={names}, "
         )
         yield Finding(
             "storage hcas",
-            "note" if choice.sure else "warn",
+            "warn" if choice.doubt else "note",
             host,
             f"{guess}active HCAs left out: {left_out}",
             f"fabric.hca=[{names}] chooses explicitly",
@@ -464,6 +474,8 @@ def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
     Also find fabric.strict where NCCL_NET can't name the plug-in.
     """
     plugin, host = vendor_plugin(node), (node.hostname,)
+    site = checks_site.site_settings(job, node).get("NCCL_NET", ("", ""))[0]
+    network = str(job.env.get("NCCL_NET", site))
     if any(hca.vendor == EFA for hca in node.hcas) and not node.machine.plugins:
         level = "fail" if job.fabric.strict else "warn"
         yield Finding(
@@ -476,6 +488,8 @@ def check_plugin(job: Job, node: Facts) -> Iterator[Finding]:
     elif (
         "Google" in node.machine.cloud
         and plugin
+        and not plugin.startswith(GIB)
+        and network.lower() != "gib"
         and not any(name.startswith(TCPX) for name in node.environment)
     ):
         yield Finding(
@@ -533,7 +547,12 @@ def check_stack(job: Job, node: Facts) -> Iterator[Finding]:
 
 NodeCheck = Callable[[Job, Facts], Iterator[Finding]]
 ClusterCheck = Callable[[Job, Sequence[Facts]], Iterator[Finding]]
-EACH: tuple[NodeCheck, ...] = (check_hostname, checks_site.check_site, check_limits)
+EACH: tuple[NodeCheck, ...] = (
+    check_hostname,
+    checks_site.check_site,
+    checks_site.check_gloo_overridden,
+    check_limits,
+)
 WITH_GPUS: tuple[NodeCheck, ...] = (
     check_hca_state,
     check_libraries,
@@ -541,6 +560,7 @@ WITH_GPUS: tuple[NodeCheck, ...] = (
     check_memlock,
     check_storage,
     checks_site.check_hcas,
+    checks_site.check_nccl_overridden,
     check_gid,
     check_gpudirect,
     check_affinity,

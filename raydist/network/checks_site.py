@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from raydist.network import rdma
@@ -68,6 +68,52 @@ def check_site(job: Job, node: Facts) -> Iterator[Finding]:
                 f"{name}={value} in {origin}: {problem}",
                 f"env.{name}={node.interface}",
             )
+
+
+def check_gloo_overridden(job: Job, node: Facts) -> Iterator[Finding]:
+    """Find a value of the site that keeps gloo from fabric.interface."""
+    if job.fabric.interface and job.fabric.kind != "site":
+        names = GLOO if job.backend.name == "horovod" else GLOO[:1]
+        planned = [(name, node.interface) for name in names]
+        yield from _overridden(job, node, f"fabric.interface={job.fabric.interface}", planned)
+
+
+def check_nccl_overridden(job: Job, node: Facts) -> Iterator[Finding]:
+    """Find a value of the site that keeps NCCL from fabric.interface, .hca or .kind=ethernet."""
+    fabric = job.fabric
+    if fabric.interface and fabric.kind != "site":
+        planned = [("NCCL_SOCKET_IFNAME", f"={node.interface}")]
+        yield from _overridden(job, node, f"fabric.interface={fabric.interface}", planned)
+    if fabric.hca:
+        hcas = ",".join(fabric.hca)
+        yield from _overridden(job, node, f"fabric.hca=[{hcas}]", [("NCCL_IB_HCA", f"={hcas}")])
+    if fabric.kind == "ethernet":
+        planned = [("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")]
+        yield from _overridden(job, node, "fabric.kind=ethernet", planned)
+
+
+def _overridden(
+    job: Job, node: Facts, setting: str, planned: Sequence[tuple[str, str]]
+) -> Iterator[Finding]:
+    """Yield a finding for each planned variable for which the site has another value."""
+    site = site_settings(job, node)
+    for name, value in planned:
+        if name in job.env or name not in site:
+            continue
+        own, origin = site[name]
+        if _meaning(name, own, node) != _meaning(name, value, node):
+            text = f"{name}={own} is set in {origin}, and wins over {setting}"
+            fix = f"'env.{name}=\"{value}\"'" if "," in value else f"env.{name}={value}"
+            yield _site_finding(node, "warn", text, fix)
+
+
+def _meaning(name: str, value: str, node: Facts) -> object:
+    """Return what a value of a variable selects on this node."""
+    if name == "NCCL_IB_HCA":
+        return names_in_value(value, node)
+    if name == "NCCL_SOCKET_IFNAME" and node.interfaces:
+        return _selected(value, list(node.interfaces))
+    return value.lower() if name == "NCCL_NET" else value
 
 
 def site_settings(job: Job, node: Facts) -> Mapping[str, tuple[str, str]]:
@@ -160,21 +206,23 @@ def _storage_finding(node: Facts, level: str, text: str, fix: str) -> Finding:
 
 
 def names_in_value(value: str, node: Facts) -> list[str]:
-    """Return the node's HCAs that a value of NCCL_IB_HCA selects; ports are ignored.
+    """Return the node's HCAs that a value of NCCL_IB_HCA selects; ports are ignored."""
+    return _selected(value, [hca.name for hca in node.hcas])
 
-    Syntax: NCCL's matchIfList.
-    """
+
+def _selected(value: str, devices: Sequence[str]) -> list[str]:
+    """Return the devices that a list of names selects. Syntax: NCCL's matchIfList."""
     if not value:
         return []
-    hcas, names = [hca.name for hca in node.hcas], value.removeprefix("^")
+    names = value.removeprefix("^")
     listed = [entry.partition(":")[0] for entry in names.removeprefix("=").split(",") if entry]
     fits = {
-        hca
-        for hca in hcas
+        device
+        for device in devices
         for entry in listed
-        if (hca == entry if names.startswith("=") else hca.startswith(entry))
+        if (device == entry if names.startswith("=") else device.startswith(entry))
     }
-    return [hca for hca in hcas if (hca in fits) != value.startswith("^")]
+    return [device for device in devices if (device in fits) != value.startswith("^")]
 
 
 def _prefixes(value: str, node: Facts) -> Iterator[tuple[str, list[str]]]:

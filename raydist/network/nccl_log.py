@@ -33,7 +33,7 @@ CAUSES = (
     (re.compile(r"NCCL_IB_DISABLE set by environment to 1"), "NCCL_IB_DISABLE=1 is set"),
 )
 SOCKET = "Socket"
-RDMA = ("IB", "IBext", "UCX", "Libfabric", "AWS Libfabric", "OFI")
+RDMA = ("IB", "IBext", "UCX", "Libfabric", "AWS Libfabric", "OFI", "gIB")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raydist.network.facts import Facts, Gid, Hca, version_numbers
@@ -26,7 +26,7 @@ LIBFABRIC = "AWS Libfabric"
 LOUD = ("INFO", "TRACE")
 """Values of NCCL_DEBUG with which NCCL logs the network that it uses."""
 LinkClass = tuple[str, float, str]
-"""(link layer, Gbit/s, subnet prefix): equal for all HCAs of one fabric."""
+"""(link layer, Gbit/s, subnet prefix): equal for all HCAs of one fabric. Rails have no prefix."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,11 @@ class DeviceChoice:
     hcas: tuple[Hca, ...]
     reason: str = ""
     aside: tuple[tuple[str, str], ...] = ()
-    """(name, reason) of each active HCA that is left out."""
-    sure: bool = True
-    """Whether the choice is certain.
+    """(name, reason) of each active HCA that is left out, although it could be opened."""
+    doubt: str = ""
+    """Why PCIe does not tell gradient HCAs from storage HCAs, so that only the link does.
 
-    False if no GPU is near an HCA, so that only the link's speed distinguishes gradient HCAs from
-    storage HCAs.
+    Empty if the choice is certain.
     """
 
     @property
@@ -83,7 +82,8 @@ def choose_devices(job: Job, node: Facts) -> DeviceChoice:
 def likely_devices(job: Job, node: Facts) -> DeviceChoice:
     """Return the HCAs of fabric.hca, else the active HCAs of fabric.kind nearest to GPUs.
 
-    The latter all belong to one link class. A vendor's plug-in needs them too.
+    The latter all belong to one link class. Those that this process can't open, as in a container,
+    are not among them, unless it can open none. A vendor's plug-in needs them too.
     """
     if job.fabric.hca:
         return DeviceChoice(_requested_hcas(job, node), "fabric.hca")
@@ -92,8 +92,8 @@ def likely_devices(job: Job, node: Facts) -> DeviceChoice:
     layer = LAYERS.get(job.fabric.kind)
     active = [hca for hca in node.hcas if hca.active]
     candidates = [hca for hca in active if layer is None or hca.active[0].link_layer == layer]
-    classes = {link_class(hca) for hca in candidates}
     aside = [(hca.name, f"is not {layer}") for hca in active if hca not in candidates]
+    candidates = [hca for hca in candidates if hca.openable] or candidates
     close = [
         hca for hca in candidates if any(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)
     ]
@@ -102,18 +102,23 @@ def likely_devices(job: Job, node: Facts) -> DeviceChoice:
             (hca.name, "shares no PCIe switch with a GPU") for hca in candidates if hca not in close
         ]
         candidates = close
+    links = {hca: link_class(hca) for hca in candidates}
+    doubt = "" if close or len({*links.values()}) < 2 else "no GPU is near one"
     if candidates:
+        for hca in _rails(links, node) if close else ():
+            links[hca] = (*links[hca][:2], "")
         # A machine with AMD GPUs has no `devices`.
         without_gpus = not (node.devices or node.gpus)
-        best = _widest_class(candidates, job.backend.name == "mpi" and without_gpus)
+        best = _widest_class([*links.values()], job.backend.name == "mpi" and without_gpus)
         aside += [
-            (hca.name, f"is {_describe_link(link_class(hca))}, not {_describe_link(best)}")
-            for hca in candidates
-            if link_class(hca) != best
+            (hca.name, f"is {_describe_link(link)}, not {_describe_link(best)}")
+            for hca, link in links.items()
+            if link != best
         ]
-        candidates = [hca for hca in candidates if link_class(hca) == best]
-    sure = bool(close) or len(classes) < 2
-    return DeviceChoice(tuple(candidates), f"fabric.kind={job.fabric.kind}", tuple(aside), sure)
+        candidates = [hca for hca, link in links.items() if link == best]
+        if close and any(link != best and link[:2] == best[:2] for link in links.values()):
+            doubt = "GPUs are near HCAs of several subnets"
+    return DeviceChoice(tuple(candidates), f"fabric.kind={job.fabric.kind}", tuple(aside), doubt)
 
 
 def _requested_hcas(job: Job, node: Facts) -> tuple[Hca, ...]:
@@ -139,13 +144,31 @@ def link_class(hca: Hca) -> LinkClass:
     return port.link_layer, port.gbps, prefix
 
 
-def _widest_class(hcas: list[Hca], infiniband_first: bool) -> LinkClass:
+def _rails(links: Mapping[Hca, LinkClass], node: Facts) -> list[Hca]:
+    """Return the HCAs that all carry gradients although their subnets differ: rails.
+
+    At each PCIe switch there is a GPU for each HCA, and each subnet has as many HCAs as the others.
+    """
+    rails: list[Hca] = []
+    for kind in {link[:2] for link in links.values()}:
+        hcas = [hca for hca, link in links.items() if link[:2] == kind]
+        sizes = {*Counter(links[hca] for hca in hcas).values()}
+        if len(sizes) == 1 and all(
+            sum(share_bridge(hca.pci, other.pci) for other in hcas)
+            <= sum(share_bridge(hca.pci, gpu.pci) for gpu in node.devices)
+            for hca in hcas
+        ):
+            rails += hcas
+    return rails
+
+
+def _widest_class(links: Sequence[LinkClass], infiniband_first: bool) -> LinkClass:
     """Return the link class whose HCAs have the most Gbit/s in total.
 
     `infiniband_first`: take InfiniBand where there is some, because the RoCE ports of a node
     without GPUs, which MPI uses too, may be its plain NICs.
     """
-    count = Counter(link_class(hca) for hca in hcas)
+    count = Counter(links)
 
     def preference(each: LinkClass) -> tuple[bool, float, float]:
         first = infiniband_first and each[0] == "InfiniBand"

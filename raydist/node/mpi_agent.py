@@ -39,6 +39,21 @@ ABANDONED_S = 1.0
 OUTPUT = 1 << 20
 """Maximum bytes of the output of mpirun or a daemon that the driver receives."""
 
+ALLOCATION = (
+    "SLURM",
+    "PBS_",
+    "COBALT_",
+    "LSB_",
+    "FLUX_",
+    "PALS_",
+    "BASIL_",
+    "LOADL_",
+    "PE_HOSTFILE",
+)
+"""Prefixes of the variables by which Open MPI notices a scheduler's job, and takes its nodes and
+its launcher. Sources: mca/ras, mca/plm and mca/ess of PRRTE 3 and of ORTE (Open MPI 4).
+"""
+
 ABORT = re.compile(r"^Abort\((-?\d+)\) on node \d+ .*application called MPI_Abort.*$", re.MULTILINE)
 """MPICH's line about the rank that called MPI_Abort, with its code."""
 PMI_LOST = "PMIU_write error"
@@ -169,7 +184,11 @@ class MpiRankAgent(RankAgent):
         }
         path = self.folder / f"{os.path.basename(argv[0])}.log"
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        program = ProgramSpec(tuple(argv), {**os.environ, **env, **own_variables}, "/")
+        # The ranks keep the scheduler's variables: they are not MPI's children.
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(ALLOCATION)
+        }
+        program = ProgramSpec(tuple(argv), {**inherited, **env, **own_variables}, "/")
         try:
             _, ended = await self._server.fork(program, [log])
         finally:

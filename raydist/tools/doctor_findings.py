@@ -233,13 +233,16 @@ def check_clocks(
 
 
 def check_loaded_libraries(
-    hosts: Sequence[Host], replies: Sequence[Mapping[str, Mapping[str, Any]] | None]
+    hosts: Sequence[Host],
+    replies: Sequence[Mapping[str, Mapping[str, Any]] | None],
+    addresses: Sequence[Sequence[str]],
 ) -> Iterator[Finding]:
-    """Find nodes where gloo or NCCL can't start, or would use another interface.
+    """Find nodes where gloo or NCCL can't start, or would use another interface or address.
 
-    `replies`: by node, of node.dryrun.
+    `replies`: by node, of node.dryrun. `addresses`: by node, all of its training interface.
     """
-    for host, reply in zip(hosts, replies, strict=True):
+    beside: dict[str, list[tuple[Host, str]]] = {}
+    for host, reply, known in zip(hosts, replies, addresses, strict=True):
         for name, answer in (reply or {}).items():
             variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[name]
             planned = f"env.{variable}={'=' * (name == 'nccl')}{host.interface}"
@@ -248,7 +251,11 @@ def check_loaded_libraries(
                 yield Finding(
                     name, "fail", (host.name,), f"{name} can't start: {answer['error']}", fix
                 )
-            elif host.address not in answer["addresses"]:
+            elif host.address in answer["addresses"]:
+                continue
+            elif own := [address for address in answer["addresses"] if address in known]:
+                beside.setdefault(name, []).append((host, own[0]))
+            else:
                 where = ", ".join(answer["addresses"]) or "no address"
                 loopback = all(
                     ipaddress.ip_address(address).is_loopback for address in answer["addresses"]
@@ -264,6 +271,19 @@ def check_loaded_libraries(
                     f"{name} would use {where}, not {host.interface}",
                     fix,
                 )
+    # One finding for all these nodes, although their addresses differ.
+    for name, those in beside.items():
+        host, own_address = those[0]
+        of_one = f" on {host.name}" if len(those) > 1 else ""
+        yield Finding(
+            name,
+            "warn",
+            tuple(each.name for each, _ in those),
+            f"{name} would use {own_address}{of_one}, not {host.address}: both are addresses of "
+            f"{host.interface}",
+            f"ray start --node-ip-address={own_address}{of_one}, or remove that address from "
+            f"{host.interface}",
+        )
 
 
 def check_imports(

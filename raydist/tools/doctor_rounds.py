@@ -203,6 +203,7 @@ class Rounds:
             ]
             requests = [TryLibraries(names, of_rank) for of_rank in variables]
             replies = self._ask("try_out", requests, len(names) * dryrun.LIMIT_S)
-            bad = list(doctor_findings.check_loaded_libraries(self._hosts, replies))
+            addresses = [facts.interfaces.get(facts.interface, ()) for facts in self._facts]
+            bad = list(doctor_findings.check_loaded_libraries(self._hosts, replies, addresses))
             for name in names:
                 self._report.add(name, *(finding for finding in bad if finding.check == name))

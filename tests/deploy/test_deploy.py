@@ -4,6 +4,7 @@ it, or run."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -703,6 +704,46 @@ def test_a_node_keeps_rays_files_where_no_other_account_can_enter(tmp_path: Path
         code, errors = starts_ray(tmp_path, tmp_path / name)
         assert code, name
         assert f"RAY_TMPDIR={tmp_path / name} on" in errors
+
+
+@pytest.mark.parametrize(
+    ("provider", "env", "address"),
+    [
+        ({"external_head_ip": "203.0.113.7"}, {}, "10.0.0.1"),
+        ({"external_head_ip": "203.0.113.7"}, {"RAY_HEAD_IP": "10.0.0.1"}, "203.0.113.7"),
+        ({"external_head_ip": "203.0.113.7", "head_ip": "10.0.0.9"}, {}, "203.0.113.7"),
+        ({"external_head_ip": "203.0.113.7", "head_ip": ""}, {}, "203.0.113.7"),
+        ({"external_head_ip": None}, {}, "203.0.113.7"),
+        ({}, {}, "203.0.113.7"),
+    ],
+    ids=["head", "another node", "behind NAT", "empty", "null", "no external address"],
+)
+def test_the_head_starts_ray_at_the_address_that_other_nodes_reach(
+    provider: dict[str, str | None], env: dict[str, str], address: str, tmp_path: Path
+) -> None:
+    """`ray up` from outside came to the public address, and Ray gave that to all nodes."""
+    starts_ray(tmp_path, tmp_path / "ray")
+    hostname = tmp_path / ".raydist" / "env" / "bin" / "hostname"
+    hostname.write_text("#!/bin/sh\necho '203.0.113.7 10.0.0.1 fd00::1 '\n")
+    hostname.chmod(0o755)
+    config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    config["provider"] |= provider
+    # as Ray writes it: autoscaler/_private/commands.py, _set_up_config_for_head_node
+    (tmp_path / "ray_bootstrap_config.yaml").write_text(json.dumps(config))
+    done = subprocess.run(
+        ["bash", "-c", f'. {DEPLOY / "node" / "environment.sh"} && echo "$here"'],
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "RAY_TMPDIR": str(tmp_path / "ray"),
+            "SSH_CONNECTION": "198.51.100.2 50000 203.0.113.7 22",
+            **env,
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == f"--node-ip-address={address}"
 
 
 def test_files_with_tokens_are_in_no_image_and_no_commit(tmp_path: Path) -> None:

@@ -152,6 +152,29 @@ def test_the_failed_rank_is_the_cause(
     assert segments() <= before
 
 
+@requires_openmpi
+def test_mpirun_starts_inside_a_schedulers_job(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI took the job's nodes, among which there is no node0: "not included in the current
+    allocation"."""
+    (own_folder / "nodes").write_text("host1\nhost2\n")
+    slurm = {
+        "JOBID": "7", "JOB_ID": "7", "JOB_NUM_NODES": "2", "NODELIST": "host[1-2]", "JOB_NODELIST": "host[1-2]",
+        "TASKS_PER_NODE": "1(x2)", "JOB_CPUS_PER_NODE": "8(x2)", "NODEID": "0", "PROCID": "0",
+    }  # fmt: skip
+    pbs = {"JOBID": "7.host0", "ENVIRONMENT": "PBS_BATCH", "NODEFILE": str(own_folder / "nodes")}
+    for scheduler, variables in (("SLURM", slurm), ("PBS", pbs)):
+        for name, value in variables.items():
+            monkeypatch.setenv(f"{scheduler}_{name}", value)
+    (own_folder / "job.py").write_text(
+        "from mpi4py import MPI\nimport os\n"
+        "print(MPI.COMM_WORLD.size, os.environ['SLURM_JOB_ID'], os.environ['PBS_JOBID'])\n"
+    )
+    done = run("script=job.py")
+    assert [log(done, rank).split() for rank in range(3)] == [["3", "7", "7.host0"]] * 3
+
+
 @both
 def test_a_c_program(own_folder: Path, mpi_words: tuple[str, ...]) -> None:
     folder = Path(sys.executable).parent if mpi_words is OPENMPI else MPICH / "bin"

@@ -114,7 +114,7 @@ def test_a_channel_is_told_once_and_only_those_between_nodes_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["IB", "IBext_v11", "UCX", "UCX-RMA", "Libfabric", "AWS Libfabric"]
+    "name", ["IB", "IBext_v11", "UCX", "UCX-RMA", "Libfabric", "AWS Libfabric", "gIB"]
 )
 def test_what_goes_past_the_kernel(name: str) -> None:
     assert is_rdma(name)

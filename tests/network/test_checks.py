@@ -17,7 +17,7 @@ from raydist.settings.config import Backend, Fabric, Job, Scale
 from raydist.shared.errors import LaunchError
 from tests import machines
 from tests.machines import Box, Card, Link
-from tests.network.test_rdma import facts
+from tests.network.test_rdma import facts, only_opens
 
 
 def look(
@@ -103,11 +103,9 @@ def beside_storage() -> Box:
     return replace(card(), wires=wires, files={**card().files, "proc/mounts": mounts})
 
 
-def google() -> Box:
-    """Return an instance with GPUDirect-TCPXO whose profile nobody has sourced."""
-    return Box(
-        files={"sys/class/dmi/id/sys_vendor": "Google", "usr/local/nvidia/lib64/libnccl-net.so": ""}
-    )
+def google(plugin: str = "usr/local/nvidia/lib64/libnccl-net.so") -> Box:
+    """Return an instance with GPUDirect-TCPXO, whose profile nobody has sourced, or with gIB."""
+    return Box(files={"sys/class/dmi/id/sys_vendor": "Google", plugin: ""})
 
 
 ROCE_WITHOUT = Link(layer="Ethernet", gids={1: (machines.IB_GID, "RoCE v2", "eth1")})
@@ -233,6 +231,8 @@ def test_every_check_has_a_machine_where_it_fires() -> None:
         (twelve(), {"environment": {"NCCL_IB_HCA": "mlx5"}}),
         (twelve(), {"environment": {"NCCL_IB_HCA": "^mlx5_9"}}),
         (google(), {"environment": {"NCCL_FASTRAK_IFNAME": "eth1"}}),
+        (google(), {"environment": {"NCCL_NET": "gIB"}}),
+        (google("usr/local/gib/lib64/libnccl-net_internal.so"), {}),
         (card(), {"limits": Limits(65536, ipc_lock=True)}),
         (card(), {"limits": Limits(-1)}),
         (machines.efa_box(), {"limits": Limits(-1)}),
@@ -252,6 +252,53 @@ def test_every_check_has_a_machine_where_it_fires() -> None:
 )
 def test_what_is_right_is_silent(box: Box, more: dict[str, Any], tmp_path: Path) -> None:
     assert look(sound(tmp_path, box=box, **more)) == []
+
+
+OVERRIDDEN: dict[str, tuple[dict[str, Any], dict[str, str], str, str]] = {
+    # setting, site's value, words of the finding, fix
+    "hca": ({"hca": ["mlx5_0", "mlx5_4"]}, {"NCCL_IB_HCA": "=mlx5_1,mlx5_5"},
+            "wins over fabric.hca=[mlx5_0,mlx5_4]", "'env.NCCL_IB_HCA=\"=mlx5_0,mlx5_4\"'"),
+    "tcp": ({"kind": "ethernet"}, {"NCCL_IB_DISABLE": "0"}, "wins over fabric.kind=ethernet", "env.NCCL_IB_DISABLE=1"),
+    "tcp by plug-in": ({"kind": "ethernet"}, {"NCCL_NET": "AWS Libfabric"}, "wins over fabric.kind=ethernet",
+                       "env.NCCL_NET=Socket"),
+    "nccl": ({"interface": "eth0"}, {"NCCL_SOCKET_IFNAME": "eth"}, "wins over fabric.interface=eth0",
+             "env.NCCL_SOCKET_IFNAME==eth0"),
+    "gloo": ({"interface": "eth0"}, {"GLOO_SOCKET_IFNAME": "eth1"}, "wins over fabric.interface=eth0",
+             "env.GLOO_SOCKET_IFNAME=eth0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OVERRIDDEN)
+def test_a_site_value_that_wins_over_a_setting_is_a_warning(case: str, tmp_path: Path) -> None:
+    """A person who types fabric=ethernet for this run got RDMA, without a word."""
+    fabric, environment, words, fix = OVERRIDDEN[case]
+    box = machines.plain_box() if "interface" in fabric else machines.dgx()
+    interfaces = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5",), "eth1": ("10.1.0.5",)}
+    here = sound(tmp_path, box=box, environment=environment, interfaces=interfaces)
+    (finding,) = look(here, **fabric)
+    assert (finding.check, finding.level, finding.fix) == ("site settings", "warn", fix)
+    assert words in finding.text
+    overruled = look(here, env=dict.fromkeys(environment, "mlx5_0"), **fabric)
+    assert not [one for one in overruled if "wins over" in one.text]
+    if "interface" in fabric:
+        assert look(here, kind="site", **fabric) == []
+
+
+@pytest.mark.parametrize(
+    ("fabric", "environment"),
+    [
+        ({"hca": ["mlx5_4", "mlx5_0"]}, {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_4:1"}),
+        ({"kind": "ethernet"}, {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}),
+        ({"interface": "eth0"}, {"NCCL_SOCKET_IFNAME": "^lo,docker", "GLOO_SOCKET_IFNAME": "eth0"}),
+    ],
+    ids=["hca", "tcp", "interface"],
+)
+def test_a_site_value_that_selects_the_same_wins_over_nothing(
+    fabric: dict[str, Any], environment: dict[str, str], tmp_path: Path
+) -> None:
+    interfaces = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5",)}
+    here = sound(tmp_path, environment=environment, interfaces=interfaces)
+    assert not [one for one in look(here, **fabric) if "wins over" in one.text]
 
 
 def test_a_list_of_hcas_with_storage_among_them_is_told_whoever_wrote_it(tmp_path: Path) -> None:
@@ -378,6 +425,18 @@ def test_strict_with_a_plug_in_that_no_name_forces(tmp_path: Path) -> None:
     assert look(sound(tmp_path, "d", box)) == []
     missing = look(sound(tmp_path, "e", machines.efa_box(), machine=Machine()), strict=True)
     assert [one.check for one in checks_node.refusals(strict, missing)] == ["vendor"]
+
+
+def test_hcas_that_cannot_be_opened_are_a_note_where_others_can(tmp_path: Path) -> None:
+    """Such a job works; the doctor ended with 1, and fabric.strict refused it."""
+    here = sound(tmp_path, box=machines.roce_box(), rdma=Rdma("/lib/x", ("mlx5",), peermem=True))
+    some, none = only_opens(here, "mlx5_1"), only_opens(here)
+    (note,) = look(some, strict=True)
+    assert (note.check, note.level) == ("rdma devices", "note")
+    assert note.text == "can't open /dev/infiniband/uverbs0; used: mlx5_1"
+    assert look(some, hca=["mlx5_1"]) == []
+    for findings in (look(none), look(some, hca=["mlx5_0", "mlx5_1"])):
+        assert checks(findings)["rdma devices"] == "fail"
 
 
 def test_a_job_without_gpus_hears_nothing_of_hcas(tmp_path: Path) -> None:

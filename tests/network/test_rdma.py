@@ -110,6 +110,53 @@ def test_a_port_that_is_down_is_not_counted(tmp_path: Path) -> None:
     assert values(facts(tmp_path, Box((up, down)))) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
 
 
+def in_subnet(card: Card, number: int) -> Card:
+    gid = f"fec0:0000:0000:{number:04x}:0000:0000:0000:00a1"
+    return replace(card, ports=(Link(gids={0: (gid, "IB/RoCE v1", "")}),))
+
+
+def test_rails_with_a_subnet_each_are_all_taken(tmp_path: Path) -> None:
+    """One of eight HCAs was used, with no more than a note."""
+    box = machines.dgx()
+    rails = tuple(in_subnet(card, i) for i, card in enumerate(box.cards[:8]))
+    assert values(facts(tmp_path / "r", replace(box, cards=rails))) == {
+        "NCCL_IGNORE_NET_MISMATCH": "0"
+    }
+    here = facts(tmp_path / "s", replace(box, cards=(*rails, *box.cards[8:])))
+    assert values(here)["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{i}" for i in range(8))
+    assert rdma.choose_devices(Job(), here).doubt == ""
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_storage_in_another_subnet_beside_a_gpu_is_left_out(count: int, tmp_path: Path) -> None:
+    box = machines.dgx()
+    compute = box.cards[:8]
+    storage = tuple(
+        replace(in_subnet(card, 2), name=f"mlx5_{8 + i}", pci=card.pci + ".1")
+        for i, card in enumerate(compute[:count])
+    )
+    choice = rdma.choose_devices(Job(), facts(tmp_path, replace(box, cards=(*compute, *storage))))
+    assert choice.hcas[0].name == "mlx5_0"
+    assert len(choice.hcas) == 8
+    assert choice.doubt == "GPUs are near HCAs of several subnets"
+
+
+def only_opens(here: Facts, *names: str) -> Facts:
+    """A container that gets some of the host's HCAs, and sees all of them in /sys."""
+    return replace(here, hcas=tuple(replace(hca, openable=hca.name in names) for hca in here.hcas))
+
+
+def test_an_hca_that_cannot_be_opened_is_not_taken(tmp_path: Path) -> None:
+    """The GPU is near mlx5_1, the container has mlx5_0 only: NCCL_IB_HCA kept NCCL from that."""
+    box = machines.dgx()
+    here = facts(tmp_path, replace(box, gpus=box.gpus[1:2]))
+    assert values(here)["NCCL_IB_HCA"] == "=mlx5_1"
+    assert values(only_opens(here, "mlx5_0")) == {"NCCL_IGNORE_NET_MISMATCH": "0"}
+    assert values(only_opens(here))["NCCL_IB_HCA"] == "=mlx5_1"
+    with_mpi = replace(only_opens(here, "mlx5_0", "mlx5_8"), mpi=OPEN_MPI)
+    assert rank(with_mpi, "mpi")["UCX_NET_DEVICES"] == "mlx5_0:1"
+
+
 @pytest.mark.parametrize(
     ("kind", "taken", "left"), [("ib", "mlx5_0", "mlx5_1"), ("roce", "mlx5_1", "mlx5_0")]
 )

@@ -84,6 +84,10 @@ def test_plug_ins_of_a_vendors_image_and_on_the_loaders_path(tmp_path: Path) -> 
     plugins = machine.machine("a", {"LD_LIBRARY_PATH": "/opt/site"}, root).plugins
     assert plugins == ("/opt/site/libnccl-net-own.so", "/opt/amazon/ofi-nccl/lib/libnccl-net.so")
     assert machine.machine("a", {}, build(tmp_path / "p", machines.plain_box())).plugins == ()
+    gib = "usr/local/gib/lib64/libnccl-net_internal.so"
+    assert machine.machine("a", {}, build(tmp_path / "g", Box(files={gib: ""}))).plugins == (
+        f"/{gib}",
+    )
 
 
 @pytest.mark.parametrize(

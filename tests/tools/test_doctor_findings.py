@@ -195,7 +195,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def test_libraries_that_go_as_planned_are_no_finding() -> None:
-    assert list(doctor_findings.check_loaded_libraries(nodes(2), [OWN, None])) == []
+    assert list(doctor_findings.check_loaded_libraries(nodes(2), [OWN, None], [(), ()])) == []
 
 
 @pytest.mark.parametrize(
@@ -222,15 +222,30 @@ def test_a_library_that_goes_elsewhere(
     answer: dict[str, Any], n: int, level: str, text: str
 ) -> None:
     (finding,) = doctor_findings.check_loaded_libraries(
-        nodes(n), [{"gloo": answer}, *[{}] * (n - 1)]
+        nodes(n), [{"gloo": answer}, *[{}] * (n - 1)], [()] * n
     )
     assert (finding.check, finding.level, finding.text) == ("gloo", level, text)
     assert "'env.GLOO_SOCKET_IFNAME=eth0'" in finding.fix
 
 
+def test_a_library_on_another_address_of_the_interface_names_both() -> None:
+    """It said: nccl would use eth0, not eth0."""
+    hosts = nodes(2)
+    known = [(f"10.9.0.{i}", host.address) for i, host in enumerate(hosts)]
+    replies = [{"nccl": {"addresses": [f"10.9.0.{i}"], "interface": "eth0"}} for i in range(2)]
+    check = doctor_findings.check_loaded_libraries
+    (finding,) = check(hosts[:1], replies[:1], known[:1])
+    assert (finding.check, finding.level) == ("nccl", "warn")
+    assert finding.text == "nccl would use 10.9.0.0, not 10.0.0.1: both are addresses of eth0"
+    assert finding.fix.startswith("ray start --node-ip-address=10.9.0.0, or remove")
+    (both,) = check(hosts, replies, known)
+    assert both.nodes == ("host0", "host1")
+    assert "10.9.0.0 on host0, not 10.0.0.1" in both.text
+
+
 def test_nccl_s_word_to_type_is_an_exact_name() -> None:
     (finding,) = doctor_findings.check_loaded_libraries(
-        nodes(1), [{"nccl": {"error": "no socket interface found"}}]
+        nodes(1), [{"nccl": {"error": "no socket interface found"}}], [()]
     )
     assert "'env.NCCL_SOCKET_IFNAME==eth0'" in finding.fix
 

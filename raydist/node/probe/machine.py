@@ -17,6 +17,7 @@ PLUGINS = (
     "opt/aws-ofi-nccl/lib",
     "usr/local/nvidia/lib64",
     "var/lib/tcpx/lib64",
+    "usr/local/gib/lib64",
     "opt/hpcx/nccl_rdma_sharp_plugin/lib",
 )
 """Folders of NCCL plug-ins in vendors' images."""
