@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from raydist.shared.outcome import End, Slow
 T = TypeVar("T")
 WAIT_S = 1
 """Seconds after which a wait for room is reported; an integer, because Ray truncates fractions."""
-PLACE_S = 2
+PLACE_S = 1
 """Longest wait for a placement on nodes that had room a moment ago."""
 
 
@@ -272,7 +273,7 @@ def group_in_turn(
 def nodes_with_room(
     job: Job, request: ResourceRequest, address: str, events: Events
 ) -> list[str] | None:
-    """Return the id of a node with room for each bundle; None if there is no room now.
+    """Return the id of a node with room for each bundle, to which it is to be bound; None: to none.
 
     They are none with incidents in other runs, if there are enough others.
     """
@@ -280,7 +281,11 @@ def nodes_with_room(
         remove_orphans()
     nodes = remaining_nodes()
     avoided = node_history.avoided_nodes(job, request, nodes, address, events)
-    return placement.choose_nodes(request, [node for node in nodes if node.id not in avoided])
+    others = [node for node in nodes if node.id not in avoided]
+    random.shuffle(others)  # runs that begin at the same moment choose different ones
+    chosen = placement.choose_nodes(request, others)
+    # All on one node are lost together, so that Ray may choose it.
+    return chosen if chosen and (avoided or len({*chosen}) > 1) else None
 
 
 def group_on(
