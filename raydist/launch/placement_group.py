@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from raydist.launch.bundles import create_group
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.hosts import Hosts
 from raydist.launch.left_out import LeftOut
+from raydist.launch.limits import longest
 from raydist.launch.standby import StandbyNodes
 from raydist.launch.worker_group import WorkerGroup
 from raydist.messages.agent import Opened
@@ -38,7 +40,9 @@ T = TypeVar("T")
 WAIT_S = 1
 """Seconds after which a wait for room is reported; an integer, because Ray truncates fractions."""
 PLACE_S = 1
-"""Longest wait for a placement on nodes that had room a moment ago."""
+"""Longest wait for a placement on nodes that have room in Ray's view, which may be a moment old."""
+PLACE_AGAIN_S = 10
+"""Longest wait for a placement on the nodes on which Ray had placed the same bundles."""
 
 
 @contextlib.contextmanager
@@ -250,7 +254,7 @@ def group_in_turn(
         fitted = turn.fit(request)
         held: Any = None
         try:
-            placed = group_on(fitted, nodes_with_room(job, fitted, address, events))
+            placed = group_on(fitted, nodes_with_room(job, fitted, address, events), PLACE_S)
             while placed is None:
                 held = create_group(fitted, len(fitted.bundles))
                 patience = turn.patience(job.scale.wait_s)
@@ -259,7 +263,7 @@ def group_in_turn(
                     placed = held, nodes
                 else:
                     remove_placement_group(held)
-                    placed = group_on(fitted, [node.id for node in nodes])
+                    placed = group_on(fitted, [node.id for node in nodes], PLACE_AGAIN_S)
             held, nodes = placed
             turn.note_placement(nodes)
             return held, nodes, fitted
@@ -289,11 +293,11 @@ def nodes_with_room(
 
 
 def group_on(
-    request: ResourceRequest, nodes: Sequence[str] | None
+    request: ResourceRequest, nodes: Sequence[str] | None, within_s: float
 ) -> tuple[Any, list[Node]] | None:
     """Return a placement group that is bound to these nodes, one for each bundle, and the nodes.
 
-    None if they have no room, or no longer.
+    None if they have no room, or no longer. `within_s`: how long Ray may take, longer for many.
     """
     from ray.util.placement_group import remove_placement_group
 
@@ -301,7 +305,8 @@ def group_on(
         return None
     held, found = create_group(request, len(nodes), nodes=nodes), None
     try:
-        found = bundle_nodes(held, alive_nodes()) if held.wait(PLACE_S) else None
+        is_placed = held.wait(math.ceil(longest(within_s, len(nodes))))
+        found = bundle_nodes(held, alive_nodes()) if is_placed else None
     finally:
         if found is None:
             remove_placement_group(held)
