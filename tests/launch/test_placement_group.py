@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from raydist.cluster.queue.turn import Turn
 from raydist.launch import bundles, placement_group
 from raydist.launch.bundles import Groups
 from raydist.launch.placement_group import RayHosts
+from raydist.shared.events import Events
 from tests.cluster.test_placement import node
 from tests.recovery.fake_group import job
 
@@ -57,13 +58,14 @@ class RayGroups:
         monkeypatch.setattr(bundles, "own_actor", lambda: "")
 
     def add(self, state: str, *nodes: str) -> Any:
-        group = SimpleNamespace(id=f"group-{len(self.tables)}")
+        group = SimpleNamespace(id=f"group-{len(self.tables)}", wait=lambda s: state == "CREATED")
         self.tables[group.id] = {"state": state, "bundles_to_node_id": dict(enumerate(nodes))}
         return group
 
-    def create(self, each: Any, strategy: str, name: str, bundle_label_selector: Any) -> Any:
+    def create(self, each: Any, strategy: str, name: str, bundle_label_selector: Any = ()) -> Any:
         self.selectors += bundle_label_selector
-        return self.add("CREATED", self._next.pop(0)) if self._next else self.add("PENDING", "")
+        nodes = [self._next.pop(0) for _ in each[: len(self._next)]]
+        return self.add("CREATED", *nodes) if nodes else self.add("PENDING", *[""] * len(each))
 
 
 def hosts_of(plan: placement.Plan, group: Any, scale: int) -> Any:
@@ -99,3 +101,34 @@ def test_two_lost_nodes_are_not_replaced_by_one(monkeypatch: pytest.MonkeyPatch)
     assert [each.id for each in hosts._actors.plan.nodes] == [node(4).id, there[1].id, node(5).id]
     assert groups.removed == ["group-2"]
     assert groups.selectors[-1] == {"ray.io/node-id": f"!in({there[1].id},{node(4).id})"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_on_several_nodes_is_bound_to_those_that_ray_has_found(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray places no other group while a lost bundle has no room on nodes that could hold it."""
+    there = [node(1), node(2)][:ranks]
+    groups = RayGroups(monkeypatch, [each.id for each in there] * 2)
+    monkeypatch.setattr(placement_group, "remaining_nodes", list)  # it must wait for them
+    monkeypatch.setattr(placement_group, "alive_nodes", lambda: there)
+    monkeypatch.setattr(placement_group, "own_actor", lambda: "")
+    request, events = placement.resources_for(job(ranks), there), cast("Events", None)
+    held, nodes, _ = placement_group.group_in_turn(job(ranks), request, "", events, Turn())
+    assert nodes == there
+    if ranks == 1:  # it is lost as a whole
+        assert (held.id, groups.removed, groups.selectors) == ("group-0", [], [])
+    else:
+        assert (held.id, groups.removed) == ("group-1", ["group-0"])
+        assert groups.selectors == [{"ray.io/node-id": each.id} for each in there]
+
+
+def test_nodes_that_have_just_been_taken_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = [node(1), node(2)]
+    groups = RayGroups(monkeypatch, [])
+    monkeypatch.setattr(placement_group, "alive_nodes", lambda: there)
+    request, ids = placement.resources_for(job(2), there), [each.id for each in there]
+    assert placement_group.group_on(request, ids, 1) is None
+    assert groups.removed == ["group-0"]
