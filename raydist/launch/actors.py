@@ -54,13 +54,12 @@ class Actors:
     The first of each node starts at once, the others later.
     """
 
-    def __init__(self, plan: Plan, group: Any, options: Mapping[str, Any]) -> None:
-        """`group`: the plan's placement group. `options`: of each actor, such as runtime_env."""
+    def __init__(self, plan: Plan, groups: Groups, options: Mapping[str, Any]) -> None:
+        """`groups`: of the plan's bundles. `options`: of each actor, such as runtime_env."""
         import ray
 
-        self.groups: Groups = {
-            bundle: (group, bundle) for bundle in range(len(plan.request.bundles))
-        }
+        self.groups = dict(groups)
+        """Changed as nodes are lost and requested."""
         self._options = options
         node_actor = MpiNodeActor if plan.request.backend == "mpi" else NodeActor
         self._class = ray.remote(node_actor)  # once: Ray exports the class at each call
@@ -73,10 +72,6 @@ class Actors:
         self.plan = plan
         self.set_plan(plan)
         self.start(slot.rank for slot in plan.leads)
-
-    def in_group(self, group: Any) -> bool:
-        """Return whether all bundles are in this placement group."""
-        return all(other is group for other, _ in self.groups.values())
 
     def set_plan(self, plan: Plan) -> None:
         """Assign the ranks as this plan does."""

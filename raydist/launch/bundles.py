@@ -1,16 +1,18 @@
-"""The placement groups of a run's bundles, and which bundles have lost their node. (driver)
+"""The placement groups of a run: one for each of its nodes, with the bundles there. (driver)
 
-Ray (2.60) gives a lost bundle another node by itself. While no node has room, it retries without a
-pause, and places no other group of the cluster meanwhile (github.com/ray-project/ray/issues/65147,
-pull/65007): the runs of everybody else wait. It does not if no node could ever hold the bundle. So
-each bundle of a group on several nodes names its node, and raydist requests another group in place
-of what was lost.
+Ray (2.60) gives a lost bundle of a group another node by itself. While no node has room, it retries
+without a pause, and places no other group of the cluster meanwhile
+(github.com/ray-project/ray/issues/65147, pull/65007): the runs of everybody else wait. So the group
+of a lost node is removed, and another one created.
+
+Ray places all bundles of one group at once, or none, but not all of several groups. So a run that
+waits for room does so with one group of all bundles; then groups on the same nodes replace it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +24,7 @@ NAME = "raydist-"
 NODE_ID = "ray.io/node-id"
 """The label with a node's id, which Ray sets."""
 
-Groups = MutableMapping[int, tuple[Any, int]]
+Groups = dict[int, tuple[Any, int]]
 """By bundle of a run: its placement group, and its index in that group."""
 
 
@@ -36,63 +38,65 @@ def group_name() -> str:
 
 
 def create_group(
-    request: ResourceRequest,
-    bundles: int,
-    elsewhere: Collection[str] = (),
-    nodes: Sequence[str] = (),
+    request: ResourceRequest, bundles: int, elsewhere: Collection[str] = (), node: str = ""
 ) -> Any:
     """Create a placement group of the first `bundles` bundles.
 
-    `elsewhere`: ids of nodes that it must not use. `nodes`: the id of each bundle's node; then it
-    gets no other one.
+    `elsewhere`: ids of nodes that it must not use. `node`: the id of the only one that it may use.
     """
     from ray.util.placement_group import placement_group
 
-    out = {NODE_ID: f"!in({','.join(sorted(elsewhere))})"} if elsewhere else {}
-    labels = [
-        {**out, **request.selector, **({NODE_ID: nodes[bundle]} if nodes else {})}
-        for bundle in range(bundles)
-    ]
+    labels = {
+        **({NODE_ID: f"!in({','.join(sorted(elsewhere))})"} if elsewhere else {}),
+        **request.selector,
+        **({NODE_ID: node} if node else {}),
+    }
     return placement_group(
         [dict(bundle) for bundle in request.bundles[:bundles]],
         strategy=request.strategy,
         name=group_name(),
-        **({"bundle_label_selector": labels} if any(labels) else {}),
+        **({"bundle_label_selector": [labels] * bundles} if labels else {}),
     )
 
 
 def create_on_one_node(
-    request: ResourceRequest, bundles: int, elsewhere: Collection[str] = ()
-) -> Any:
-    """Create a placement group whose bundles are all on one node, none of `elsewhere`.
+    request: ResourceRequest,
+    bundles: Sequence[int],
+    elsewhere: Collection[str] = (),
+    node: str = "",
+) -> Groups:
+    """Create a placement group of these bundles, all on one node.
 
-    It is lost with that node as a whole, so it need not name the node in advance.
+    `elsewhere` and `node`: as in create_group.
     """
-    strategy = "STRICT_PACK" if bundles > 1 else request.strategy
-    return create_group(replace(request, strategy=strategy), bundles, elsewhere)
+    strategy = "STRICT_PACK" if len(bundles) > 1 else request.strategy
+    group = create_group(replace(request, strategy=strategy), len(bundles), elsewhere, node)
+    return {bundle: (group, index) for index, bundle in enumerate(bundles)}
+
+
+def create_on(request: ResourceRequest, nodes: Sequence[str]) -> Groups:
+    """Create a placement group on each of these nodes. `nodes`: the id of that of each bundle."""
+    groups: Groups = {}
+    for node in dict.fromkeys(nodes):
+        there = [bundle for bundle, id in enumerate(nodes) if id == node]
+        groups |= create_on_one_node(request, there, node=node)
+    return groups
 
 
 def placed_on(groups: Groups, nodes: Sequence[Node]) -> dict[int, Node]:
     """Return the node of each bundle that is on one of these."""
     by_id = {node.id: node for node in nodes}
-    tables = _tables(groups)
-    return {
-        bundle: by_id[id]
-        for bundle, (group, index) in groups.items()
-        if tables[group.id]["state"] != "REMOVED"
-        and (id := tables[group.id]["bundles_to_node_id"].get(index)) in by_id
-    }
+    placed = {}
+    for bundle, (state, node) in _look(groups).items():
+        if state != "REMOVED" and node in by_id:
+            placed[bundle] = by_id[node]
+    return placed
 
 
 def lost_bundles(groups: Groups) -> list[int]:
     """Return the bundles whose node Ray has declared dead, and that have no other one."""
-    tables = _tables(groups)
-    return [
-        bundle
-        for bundle, (group, index) in groups.items()
-        if tables[group.id]["state"] == "RESCHEDULING"
-        and not tables[group.id]["bundles_to_node_id"].get(index)
-    ]
+    looked = _look(groups)
+    return [bundle for bundle, seen in looked.items() if seen == ("RESCHEDULING", "")]
 
 
 def drop_bundle(groups: Groups, bundle: int) -> None:
@@ -110,9 +114,16 @@ def drop_bundles(groups: Groups) -> None:
         drop_bundle(groups, bundle)
 
 
-def _tables(groups: Groups) -> dict[Any, Any]:
-    """Return Ray's entry of each placement group, by the group's id."""
+def _look(groups: Groups) -> dict[int, tuple[str, str]]:
+    """Return, by bundle, the state of its placement group, and the id of its node or nothing.
+
+    In one call, which is quick also for a run on hundreds of nodes.
+    """
     from ray.util.placement_group import placement_group_table
 
-    found = {group.id: group for group, _ in groups.values()}
-    return {id: placement_group_table(group) for id, group in found.items()}
+    tables = placement_group_table()
+    found = {}
+    for bundle, (group, index) in groups.items():
+        table = tables.get(group.id.hex(), {"state": "REMOVED", "bundles_to_node_id": {}})
+        found[bundle] = table["state"], table["bundles_to_node_id"].get(index, "")
+    return found

@@ -16,6 +16,7 @@ from raydist.cluster import drain
 from raydist.cluster.connect import alive_nodes
 from raydist.cluster.nodes import ResourceRequest
 from raydist.launch.actors import Actors
+from raydist.launch.bundles import drop_bundles
 from raydist.launch.limits import longest
 from raydist.messages.agent import IsOpen
 from raydist.shared.events import Reader
@@ -27,20 +28,17 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class Gang:
-    """A placement group with its actors."""
+    """Placement groups with their actors."""
 
     request: ResourceRequest
     options: Mapping[str, Any]
     """Further options of the actors, such as runtime_env."""
-    group: Any
     actors: Actors
 
     def remove(self) -> None:
         """Kill the actors, and release the resources."""
-        from ray.util.placement_group import remove_placement_group
-
         self.actors.kill_all()
-        remove_placement_group(self.group)
+        drop_bundles(self.actors.groups)
 
     def whole(self) -> bool:
         """Return whether all its nodes are alive and not draining, and its actors answer."""

@@ -19,7 +19,7 @@ from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn, TurnPassed
 from raydist.launch import bundles, runtime_env
 from raydist.launch.actors import POLL_S, Actors, Waiting
-from raydist.launch.bundles import create_group
+from raydist.launch.bundles import Groups, create_group
 from raydist.launch.gangs import Gang, Gangs
 from raydist.launch.hosts import Hosts
 from raydist.launch.left_out import LeftOut
@@ -59,26 +59,25 @@ def placed_group(
     store from which both may be taken and to which they may be returned.
     """
     import ray
-    from ray.util.placement_group import remove_placement_group
 
     began = time.time()
     address = ray.get_runtime_context().gcs_address
     options = runtime_env.actor_options(job)
     turn = turn or Turn()
-    held: Any = None
+    groups: Groups = {}
     actors: Actors | None = None
     with turn.entered(request):
         try:
             gang = gangs.take(request, options) if gangs else None
             if gang is not None:
-                held, plan = gang.group, gang.actors.plan
+                groups, plan = dict(gang.actors.groups), gang.actors.plan
                 try:
                     turn.note_placement(plan.bundle_nodes)
                 except TurnPassed:
                     gang.remove()
-                    gang = held = None
+                    gang, groups = None, {}
             if gang is None:
-                held, nodes, request = group_in_turn(job, request, address, events, turn)
+                groups, nodes, request = groups_in_turn(job, request, address, events, turn)
                 plan = placement.assign_ranks(request, nodes)
             if turn.waited_s:
                 events.add(kinds.Phase(name="queue", s=turn.waited_s))
@@ -87,25 +86,23 @@ def placed_group(
                 actors = gang.actors
                 actors.start(lead.rank for lead in plan.leads)
             else:
-                actors = Actors(plan, held, options)
+                actors = Actors(plan, groups, options)
             hosts = RayHosts(job, address, actors, events)
             hosts.take_turn(turn)
             with WorkerGroup(plan, hosts, events) as group:
                 yield group
             kept = gangs is not None and hosts.standby is None and turn.may_keep()
             # Later runs number their ranks by the nodes of a gang as it was placed.
-            if gangs is not None and kept and actors.in_group(held):
-                gangs.put(Gang(request, options, held, actors))
-                actors = held = None
+            if gangs is not None and kept and actors.groups == groups:
+                gangs.put(Gang(request, options, actors))
+                actors, groups = None, {}
             elif not options:
                 keep_s = min(job.scale.keep_warm_s, kept_server.most_s())
                 connect.keep_workers(actors.by_node(), keep_s)
         finally:
             if actors is not None:
                 actors.kill_all()
-                bundles.drop_bundles(actors.groups)
-            elif held is not None:
-                remove_placement_group(held)
+            bundles.drop_bundles(groups if actors is None else actors.groups)
 
 
 class RayHosts(Hosts):
@@ -195,10 +192,9 @@ class RayHosts(Hosts):
         placed = {bundle: node for bundle, node in placed.items() if bundle not in lost}
         elsewhere = {node.id for node in placed.values()} if spread else set[str]()
         for of_node in by_node.values():
-            group = bundles.create_on_one_node(plan.request, len(of_node), elsewhere)
-            for index, bundle in enumerate(of_node):
+            for bundle in of_node:
                 bundles.drop_bundle(groups, bundle)
-                groups[bundle] = group, index
+            groups |= bundles.create_on_one_node(plan.request, of_node, elsewhere)
         return placed
 
     def draining(self) -> Mapping[str, float]:
@@ -237,39 +233,37 @@ class RayHosts(Hosts):
         return self._actors.on_node(rank, look, *args)
 
 
-def group_in_turn(
+def groups_in_turn(
     job: Job, request: ResourceRequest, address: str, events: Events, turn: Turn
-) -> tuple[Any, list[Node], ResourceRequest]:
-    """Return a placement group that has room, the node of each bundle, and its request.
+) -> tuple[Groups, list[Node], ResourceRequest]:
+    """Return placement groups that have room, the node of each bundle, and the request.
 
     The queue learns of them. An elastic run may get fewer nodes than it has requested.
 
-    With the queue, it is created when it is this run's turn: of two groups that wait, Ray places
+    With the queue, they are created when it is this run's turn: of two groups that wait, Ray places
     the one that it tries first, and may keep a large one waiting forever.
     """
-    from ray.util.placement_group import remove_placement_group
-
     while True:
         turn.wait()
         fitted = turn.fit(request)
-        held: Any = None
+        groups: Groups = {}
         try:
-            placed = group_on(fitted, nodes_with_room(job, fitted, address, events), PLACE_S)
+            placed = place_on(fitted, nodes_with_room(job, fitted, address, events), PLACE_S)
             while placed is None:
                 held = create_group(fitted, len(fitted.bundles))
+                groups = {bundle: (held, bundle) for bundle in range(len(fitted.bundles))}
                 patience = turn.patience(job.scale.wait_s)
                 nodes = wait_until_placed(held, fitted, patience, events, turn.check)
-                if len({node.id for node in nodes}) == 1:  # it is lost as a whole
-                    placed = held, nodes
+                if len({node.id for node in nodes}) == 1:
+                    placed = groups, nodes
                 else:
-                    remove_placement_group(held)
-                    placed = group_on(fitted, [node.id for node in nodes], PLACE_AGAIN_S)
-            held, nodes = placed
+                    bundles.drop_bundles(groups)
+                    placed = place_on(fitted, [node.id for node in nodes], PLACE_AGAIN_S)
+            groups, nodes = placed
             turn.note_placement(nodes)
-            return held, nodes, fitted
+            return groups, nodes, fitted
         except BaseException as error:
-            if held is not None:
-                remove_placement_group(held)
+            bundles.drop_bundles(groups)
             if not isinstance(error, TurnPassed):
                 raise
 
@@ -277,7 +271,7 @@ def group_in_turn(
 def nodes_with_room(
     job: Job, request: ResourceRequest, address: str, events: Events
 ) -> list[str] | None:
-    """Return the id of a node with room for each bundle, to which it is to be bound; None: to none.
+    """Return the id of a node with room for each bundle; None if Ray is to choose the nodes.
 
     They are none with incidents in other runs, if there are enough others.
     """
@@ -288,29 +282,31 @@ def nodes_with_room(
     others = [node for node in nodes if node.id not in avoided]
     random.shuffle(others)  # runs that begin at the same moment choose different ones
     chosen = placement.choose_nodes(request, others)
-    # All on one node are lost together, so that Ray may choose it.
+    # If all are on one node, one group is enough.
     return chosen if chosen and (avoided or len({*chosen}) > 1) else None
 
 
-def group_on(
+def place_on(
     request: ResourceRequest, nodes: Sequence[str] | None, within_s: float
-) -> tuple[Any, list[Node]] | None:
-    """Return a placement group that is bound to these nodes, one for each bundle, and the nodes.
+) -> tuple[Groups, list[Node]] | None:
+    """Return placement groups on these nodes, and the node of each bundle.
 
-    None if they have no room, or no longer. `within_s`: how long Ray may take, longer for many.
+    None if they have no room, or no longer. `nodes`: the id of that of each bundle. `within_s`: how
+    long Ray may take, longer for many.
     """
-    from ray.util.placement_group import remove_placement_group
-
     if nodes is None:
         return None
-    held, found = create_group(request, len(nodes), nodes=nodes), None
+    until = time.monotonic() + longest(within_s, len(nodes))
+    groups, found = bundles.create_on(request, nodes), dict[int, Node]()
     try:
-        is_placed = held.wait(math.ceil(longest(within_s, len(nodes))))
-        found = bundle_nodes(held, alive_nodes()) if is_placed else None
+        if all(
+            held.wait(max(1, math.ceil(until - time.monotonic()))) for held, _ in groups.values()
+        ):
+            found = bundles.placed_on(groups, alive_nodes())
     finally:
-        if found is None:
-            remove_placement_group(held)
-    return None if found is None else (held, found)
+        if len(found) < len(nodes):
+            bundles.drop_bundles(groups)
+    return (groups, [found[bundle] for bundle in sorted(found)]) if groups else None
 
 
 def remove_orphans() -> None:

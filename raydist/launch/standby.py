@@ -136,7 +136,8 @@ class StandbyNodes:
         self._warm: dict[int, WarmNode] = {}
         """By bundle: the standby node on it."""
         self._request: Open | None = None
-        self._first_group = actors.groups[0][0]
+        self._first_bundles = frozenset(actors.groups)
+        """Those that the run began with."""
         self._lost_bundles: set[tuple[int, str]] = set()
         """Bundles whose actor is gone, each with its node."""
         self._avoiding_since: dict[int, float] = {}
@@ -227,8 +228,8 @@ class StandbyNodes:
                 bundles.drop_bundle(self._actors.groups, bundle)
 
     def _drop(self, bundle: int) -> None:
-        """Give back a bundle, unless it is in the first group: Ray frees only whole groups."""
-        if self._actors.groups[bundle][0] is not self._first_group:
+        """Give back a bundle, unless the run has begun with it."""
+        if bundle not in self._first_bundles:
             bundles.drop_bundle(self._actors.groups, bundle)
 
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
@@ -244,8 +245,8 @@ class StandbyNodes:
 
     def _drop_unused(self, used: Collection[int]) -> None:
         """Give back the additional bundles without ranks: another run waits for room."""
-        for bundle, (group, _) in list(self._actors.groups.items()):
-            if bundle not in used and group is not self._first_group:
+        for bundle in list(self._actors.groups):
+            if bundle not in used and bundle not in self._first_bundles:
                 self._warm.pop(bundle, None)
                 self._avoiding_since.pop(bundle, None)
                 self._give_back(bundle)
@@ -258,10 +259,9 @@ class StandbyNodes:
     def spare_nodes(self) -> list[str]:
         """Return the ids of the nodes with ranks that can be given up one by one, last one first.
 
-        Ray cannot free one bundle of a placement group, so those of the first group stay.
+        Those that the run has begun with stay.
         """
-        groups, plan = self._actors.groups, self._actors.plan
-        own = {bundle for bundle, (group, _) in groups.items() if group is not self._first_group}
+        plan, own = self._actors.plan, self._actors.groups.keys() - self._first_bundles
         more = [slot for slot in plan.leads if slot.bundle in own]
         return [slot.node.id for slot in more[::-1]][: max(0, len(plan.nodes) - self._min)]
 

@@ -32,9 +32,7 @@ class IdleActors:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.started: list[int] = []
-        self.groups: Groups = {0: ("first", 0), 1: ("first", 1)}
-
-    in_group = Actors.in_group
+        self.groups: Groups = {0: ("first", 0), 1: ("second", 0)}
 
     def by_node(self) -> Counter[str]:
         return Counter()
@@ -74,7 +72,7 @@ def test_a_gang_that_lost_a_node_is_not_kept(
     ray_groups = importlib.import_module("ray.util.placement_group")
     monkeypatch.setattr(ray_groups, "remove_placement_group", removed.append)
     request = two_nodes().request
-    gangs = OneGang(Gang(request, {}, "first", cast("Actors", actors)))
+    gangs = OneGang(Gang(request, {}, cast("Actors", actors)))
     for lost in (False, True):
         with (
             Events(tmp_path / "events.jsonl") as events,
@@ -108,11 +106,11 @@ def test_a_paused_run_gives_a_gang_back_before_its_ranks_start(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     groups = importlib.import_module("ray.util.placement_group")
     monkeypatch.setattr(groups, "remove_placement_group", removed.append)
-    gangs = OneGang(Gang(plan.request, {}, "group", cast("Actors", actors)))
+    gangs = OneGang(Gang(plan.request, {}, cast("Actors", actors)))
     with (
         Events(tmp_path / "events.jsonl") as events,
         pytest.raises(Stopped),
         placed_group(JOB, plan.request, events, Paused(), gangs),
     ):
         pass
-    assert (actors.started, removed) == ([], ["group"])
+    assert (actors.started, removed) == ([], ["first", "second"])

@@ -31,14 +31,21 @@ class NotedTurn(Turn):
 
 
 class NoActors:
-    """Actors that only have a plan, and its placement group."""
+    """Actors that only have a plan, and its placement groups."""
 
-    def __init__(self, plan: placement.Plan, group: Any) -> None:
+    def __init__(self, plan: placement.Plan, groups: Sequence[Any]) -> None:
         self.plan = plan
-        self.groups: Groups = {bundle: (group, bundle) for bundle in range(len(plan.nodes))}
+        self.groups: Groups = {bundle: (group, 0) for bundle, group in enumerate(groups)}
 
     def replace(self, lost: Sequence[int], plan: placement.Plan) -> None:
         self.plan = plan
+
+
+class GroupId(str):
+    """The id of a placement group."""
+
+    def hex(self) -> str:
+        return self
 
 
 class RayGroups:
@@ -51,14 +58,19 @@ class RayGroups:
         self._next = [*next_nodes]
         ray_groups = importlib.import_module("ray.util.placement_group")
         monkeypatch.setattr(ray_groups, "placement_group", self.create)
-        monkeypatch.setattr(ray_groups, "placement_group_table", lambda it: self.tables[it.id])
+        monkeypatch.setattr(
+            ray_groups,
+            "placement_group_table",
+            lambda one=None: self.tables if one is None else self.tables[one.id],
+        )
         monkeypatch.setattr(
             ray_groups, "remove_placement_group", lambda it: self.removed.append(it.id)
         )
         monkeypatch.setattr(bundles, "own_actor", lambda: "")
 
     def add(self, state: str, *nodes: str) -> Any:
-        group = SimpleNamespace(id=f"group-{len(self.tables)}", wait=lambda s: state == "CREATED")
+        id = GroupId(f"group-{len(self.tables)}")
+        group = SimpleNamespace(id=id, wait=lambda s: state == "CREATED")
         self.tables[group.id] = {"state": state, "bundles_to_node_id": dict(enumerate(nodes))}
         return group
 
@@ -68,11 +80,11 @@ class RayGroups:
         return self.add("CREATED", *nodes) if nodes else self.add("PENDING", *[""] * len(each))
 
 
-def hosts_of(plan: placement.Plan, group: Any, scale: int) -> Any:
+def hosts_of(plan: placement.Plan, scale: int, *groups: Any) -> Any:
     hosts: Any = object.__new__(RayHosts)
     hosts._job, hosts._events = job(scale), None
     hosts.standby, hosts.turn = None, NotedTurn()
-    hosts._actors = NoActors(plan, group)
+    hosts._actors = NoActors(plan, groups)
     return hosts
 
 
@@ -83,43 +95,45 @@ def test_the_queue_knows_the_node_that_replaces_a_lost_one(
     there = [node(1), node(2)]
     plan = placement.assign_ranks(placement.resources_for(job(2), there), there)
     groups = RayGroups(monkeypatch, [node(3).id])
-    hosts = hosts_of(plan, groups.add("RESCHEDULING", there[0].id, ""), 2)
+    hosts = hosts_of(plan, 2, groups.add("CREATED", there[0].id), groups.add("RESCHEDULING", ""))
     monkeypatch.setattr(placement_group, "alive_nodes", lambda: [there[0], node(3)])
     hosts.replace_nodes([1])
     assert hosts.turn.held == {there[0].id: 1, node(3).id: 1}
     assert groups.selectors == [{"ray.io/node-id": f"!in({there[0].id})"}]
-    assert groups.removed == []  # the other bundle is still in the first group
+    assert groups.removed == ["group-1"]
 
 
 def test_two_lost_nodes_are_not_replaced_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [node(1), node(2), node(3)]
     plan = placement.assign_ranks(placement.resources_for(job(3), there), there)
     groups = RayGroups(monkeypatch, [node(4).id, node(4).id, node(5).id])
-    hosts = hosts_of(plan, groups.add("RESCHEDULING", "", there[1].id, ""), 3)
+    lost, kept = (groups.add(*each) for each in (("RESCHEDULING", ""), ("CREATED", there[1].id)))
+    hosts = hosts_of(plan, 3, lost, kept, groups.add("RESCHEDULING", ""))
     monkeypatch.setattr(placement_group, "alive_nodes", lambda: [there[1], node(4), node(5)])
     hosts.replace_nodes([0, 2])
     assert [each.id for each in hosts._actors.plan.nodes] == [node(4).id, there[1].id, node(5).id]
-    assert groups.removed == ["group-2"]
+    assert groups.removed == ["group-0", "group-2", "group-4"]
     assert groups.selectors[-1] == {"ray.io/node-id": f"!in({there[1].id},{node(4).id})"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_on_several_nodes_is_bound_to_those_that_ray_has_found(
+def test_a_run_on_several_nodes_has_a_group_on_each_of_those_that_ray_has_found(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray places no other group while a lost bundle has no room on nodes that could hold it."""
+    """Ray places no other group while it seeks a place for a part of one."""
     there = [node(1), node(2)][:ranks]
     groups = RayGroups(monkeypatch, [each.id for each in there] * 2)
     monkeypatch.setattr(placement_group, "remaining_nodes", list)  # it must wait for them
     monkeypatch.setattr(placement_group, "alive_nodes", lambda: there)
     monkeypatch.setattr(placement_group, "own_actor", lambda: "")
     request, events = placement.resources_for(job(ranks), there), cast("Events", None)
-    held, nodes, _ = placement_group.group_in_turn(job(ranks), request, "", events, Turn())
+    held, nodes, _ = placement_group.groups_in_turn(job(ranks), request, "", events, Turn())
     assert nodes == there
+    ids = [group.id for group, _ in held.values()]
     if ranks == 1:  # it is lost as a whole
-        assert (held.id, groups.removed, groups.selectors) == ("group-0", [], [])
+        assert (ids, groups.removed, groups.selectors) == (["group-0"], [], [])
     else:
-        assert (held.id, groups.removed) == ("group-1", ["group-0"])
+        assert (ids, groups.removed) == (["group-1", "group-2"], ["group-0"])
         assert groups.selectors == [{"ray.io/node-id": each.id} for each in there]
 
 
@@ -130,5 +144,5 @@ def test_nodes_that_have_just_been_taken_are_not_waited_for(
     groups = RayGroups(monkeypatch, [])
     monkeypatch.setattr(placement_group, "alive_nodes", lambda: there)
     request, ids = placement.resources_for(job(2), there), [each.id for each in there]
-    assert placement_group.group_on(request, ids, 1) is None
-    assert groups.removed == ["group-0"]
+    assert placement_group.place_on(request, ids, 1) is None
+    assert groups.removed == ["group-0", "group-1"]

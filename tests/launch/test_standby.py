@@ -31,7 +31,7 @@ class OpeningActors(NoActors):
     """Actors whose agents open at once, except on these nodes."""
 
     def __init__(self, plan: placement.Plan, group: Any, failing: Sequence[str]) -> None:
-        super().__init__(plan, group)
+        super().__init__(plan, [group])
         self.failing = [*failing]
         self.opened: list[str] = []
 
