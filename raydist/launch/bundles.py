@@ -6,7 +6,8 @@ without a pause, and places no other group of the cluster meanwhile
 of a lost node is removed, and another one created.
 
 Ray places all bundles of one group at once, or none, but not all of several groups. So a run that
-waits for room does so with one group of all bundles; then groups on the same nodes replace it.
+waits for room does so with one group of all bundles; then groups on the same nodes replace it,
+unless somebody else is faster.
 """
 
 from __future__ import annotations
@@ -94,18 +95,29 @@ def placed_on(groups: Groups, nodes: Sequence[Node]) -> dict[int, Node]:
 
 
 def lost_bundles(groups: Groups) -> list[int]:
-    """Return the bundles whose node Ray has declared dead, and that have no other one."""
+    """Return the bundles whose node Ray has declared dead, and that have no other one.
+
+    Not those of a group that still has bundles on other nodes: Ray gives them a node.
+    """
     looked = _look(groups)
-    return [bundle for bundle, seen in looked.items() if seen == ("RESCHEDULING", "")]
+    lost = {bundle for bundle, seen in looked.items() if seen == ("RESCHEDULING", "")}
+    in_use = {id(groups[bundle][0]) for bundle in groups.keys() - lost}
+    return [bundle for bundle in sorted(lost) if id(groups[bundle][0]) not in in_use]
+
+
+def waiting_bundles(groups: Groups) -> list[int]:
+    """Return the bundles that have no node."""
+    return [bundle for bundle, (_, node) in _look(groups).items() if not node]
 
 
 def drop_bundle(groups: Groups, bundle: int) -> None:
     """Forget a bundle, and remove its placement group if that has no other one of the run."""
     from ray.util.placement_group import remove_placement_group
 
-    group, _ = groups.pop(bundle)
-    if all(other is not group for other, _ in groups.values()):
-        remove_placement_group(group)
+    group, _ = groups[bundle]
+    if all(other is not group for each, (other, _) in groups.items() if each != bundle):
+        remove_placement_group(group)  # first: a Ctrl-C may come in between
+    del groups[bundle]
 
 
 def drop_bundles(groups: Groups) -> None:

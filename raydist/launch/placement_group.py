@@ -32,7 +32,7 @@ from raydist.network import checks_node
 from raydist.node import kept_server
 from raydist.settings import validate
 from raydist.settings.config import Job
-from raydist.shared import kinds
+from raydist.shared import kinds, signals
 from raydist.shared.events import Events
 from raydist.shared.outcome import End, Slow
 
@@ -53,9 +53,9 @@ def placed_group(
     turn: Turn | None = None,
     gangs: Gangs | None = None,
 ) -> Iterator[WorkerGroup]:
-    """Yield the worker group of a job: one placement group, one actor per rank.
+    """Yield the worker group of a job: a placement group on each node, one actor per rank.
 
-    Leaving the block removes both. `turn`: in the cluster's queue, if the run obeys it. `gangs`: a
+    Leaving the block removes them. `turn`: in the cluster's queue, if the run obeys it. `gangs`: a
     store from which both may be taken and to which they may be returned.
     """
     import ray
@@ -100,9 +100,10 @@ def placed_group(
                 keep_s = min(job.scale.keep_warm_s, kept_server.most_s())
                 connect.keep_workers(actors.by_node(), keep_s)
         finally:
-            if actors is not None:
-                actors.kill_all()
-            bundles.drop_bundles(groups if actors is None else actors.groups)
+            with signals.passed_to(lambda _: None):  # a Ctrl-C would leave the rest in a notebook
+                if actors is not None:
+                    actors.kill_all()
+                bundles.drop_bundles(groups if actors is None else actors.groups)
 
 
 class RayHosts(Hosts):
@@ -158,8 +159,8 @@ class RayHosts(Hosts):
         """
         if self.standby is not None:
             plan = self.standby.replace_nodes(lost)
-            bundles = {(slot.bundle, slot.node.id) for slot in plan.slots}
-            held = Counter(node for _, node in bundles)
+            used = {(slot.bundle, slot.node.id) for slot in plan.slots}
+            held = Counter(node for _, node in used)
             held.update(node.id for node in plan.spares)
             self.turn.note_size(held, self.standby.spare_nodes())
             return plan
@@ -249,16 +250,19 @@ def groups_in_turn(
         groups: Groups = {}
         try:
             placed = place_on(fitted, nodes_with_room(job, fitted, address, events), PLACE_S)
-            while placed is None:
+            waiting = Waiting(turn.patience(job.scale.wait_s), events)
+            for last in (False, True):
+                if placed is not None:
+                    break
                 held = create_group(fitted, len(fitted.bundles))
                 groups = {bundle: (held, bundle) for bundle in range(len(fitted.bundles))}
-                patience = turn.patience(job.scale.wait_s)
-                nodes = wait_until_placed(held, fitted, patience, events, turn.check)
-                if len({node.id for node in nodes}) == 1:
+                nodes = wait_until_placed(held, fitted, waiting, turn.check)
+                if last or len({node.id for node in nodes}) == 1:
                     placed = groups, nodes
                 else:
                     bundles.drop_bundles(groups)
                     placed = place_on(fitted, [node.id for node in nodes], PLACE_AGAIN_S)
+            assert placed is not None
             groups, nodes = placed
             turn.note_placement(nodes)
             return groups, nodes, fitted
@@ -330,17 +334,12 @@ def remove_orphans() -> None:
 
 
 def wait_until_placed(
-    held: Any,
-    request: ResourceRequest,
-    patience: float,
-    events: Events,
-    check: Callable[[], None] = lambda: None,
+    held: Any, request: ResourceRequest, waiting: Waiting, check: Callable[[], None]
 ) -> list[Node]:
     """Wait until every bundle has a node, and return the nodes; report missing resources.
 
     `check`: may raise while there is no room.
     """
-    waiting = Waiting(patience, events)
     while True:
         placed = held.wait(WAIT_S)
         nodes = alive_nodes()

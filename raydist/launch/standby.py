@@ -167,18 +167,20 @@ class StandbyNodes:
                 bundles.drop_bundle(self._actors.groups, bundle)
                 self._avoiding_since.pop(bundle, None)
         placed = self._node_by_bundle()
-        if self._unusable.forget_old():
-            for bundle in self._actors.groups.keys() - placed.keys() - self._avoiding_since.keys():
-                self._drop(bundle)  # requested again, without excluding these nodes
         used = with_ranks or self._bundles_in_use(placed)
+        if self._unusable.forget_old():
+            waiting = {*bundles.waiting_bundles(self._actors.groups)} - with_ranks
+            for bundle in waiting - self._avoiding_since.keys():
+                self._drop(bundle)  # requested again, without excluding these nodes
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
             if gone or self._unusable.judge(warm.node, warm.first_reply):
                 del self._warm[bundle]
                 self._actors.kill_bundle(bundle)
         self._stop_avoiding(placed)
-        grows = not self.elastic or self.turn.may_grow()
-        if not grows:
+        most = self._max if self.elastic else len(self._actors.plan.request.bundles)
+        if self.elastic and not self.turn.may_grow():
+            most = self._min
             self._drop_unused(used)
             placed = {each: node for each, node in placed.items() if each in self._actors.groups}
         taken = self._unusable.ids() | {
@@ -193,8 +195,7 @@ class StandbyNodes:
                 taken.add(node.id)
             else:  # the bundle's node has another bundle, can't be used, or is avoided
                 self._drop(bundle)
-        if grows:
-            self._request_nodes(placed)
+        self._request_nodes(placed, most)
         return placed
 
     def _avoid(self, node: Node, used: int, placed: Mapping[int, Node]) -> bool:
@@ -238,14 +239,16 @@ class StandbyNodes:
         fit = [
             node
             for node in self._nodes()
-            if node.id not in held and matches(node.labels, request.selector)
+            if node.id not in held | self._unusable.ids() and matches(node.labels, request.selector)
         ]
         roomy = [node for node in fit if fit_count(node.free, request.bundles[0])]
         return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
 
     def _drop_unused(self, used: Collection[int]) -> None:
-        """Give back the additional bundles without ranks: another run waits for room."""
-        for bundle in list(self._actors.groups):
+        """Give back what the run does not need while another run waits for room."""
+        for bundle in sorted(self._actors.groups, reverse=True):
+            if len(self._actors.groups) <= self._min:
+                break
             if bundle not in used and bundle not in self._first_bundles:
                 self._warm.pop(bundle, None)
                 self._avoiding_since.pop(bundle, None)
@@ -293,6 +296,7 @@ class StandbyNodes:
         Nodes that are still warming count. `without`: ids of nodes that do not.
         """
         remain = {node.id for node in self._node_by_bundle().values()} - set(without)
+        remain -= self._unusable.ids()
         return len(remain) >= self._min
 
     def remains_without(self, nodes: Collection[str]) -> bool:
@@ -398,13 +402,9 @@ class StandbyNodes:
         request = replace(self._request, run=run, node_id=node.id, node_ip=node.ip)
         self._warm[bundle] = WarmNode(node, run, self._actors.send((bundle, 0), 0, request))
 
-    def _request_nodes(self, placed: Mapping[int, Node]) -> None:
-        """Request nodes from Ray, and thereby from its autoscaler.
-
-        Up to scale.max_nodes, or in place of the lost ones.
-        """
-        groups, plan = self._actors.groups, self._actors.plan
-        most = self._max if self.elastic else len(plan.request.bundles)
+    def _request_nodes(self, placed: Mapping[int, Node], most: int) -> None:
+        """Request nodes from Ray, and thereby from its autoscaler, up to so many."""
+        groups = self._actors.groups
         elsewhere = {node.id for node in placed.values()} | self._unusable.ids()
         for _ in range(min(most - len(groups), PENDING - (len(groups) - len(placed)))):
             self._request_node(elsewhere)
@@ -423,7 +423,7 @@ class StandbyNodes:
         if self._warm and all(bundle in placed for bundle in self._warm):
             return f"waiting for {counted(len(self._warm), 'node')} to get ready"
         request = self._actors.plan.request
-        lack = max(0, self._min - len(placed))
         held = {node.id for node in placed.values()}
+        lack = max(0, self._min - len(held - self._unusable.ids()))
         more = replace(request, bundles=request.bundles[:1] * max(1, lack), spares=0)
         return describe_shortage(more, [node for node in self._nodes() if node.id not in held])

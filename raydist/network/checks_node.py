@@ -110,12 +110,14 @@ def check_nodes(
 def check_joining(job: Job, request: ResourceRequest, node: Node, facts: Facts) -> None:
     """Raise RaydistError if ranks of a run could not start on a node that joins it.
 
-    LaunchError: fabric.strict. ConfigError: fabric.hca or scale.numa does not suit it.
+    LaunchError: fabric.strict. ConfigError: fabric.hca or, without GPUs, scale.numa does not suit
+    it. (Which GPUs the ranks will have is not known before they do.)
     """
     plan = assign_ranks(replace(request, bundles=request.bundles[:1], spares=0), [node])
     of_ranks = [facts] * plan.world_size
     check_nodes(job, plan, of_ranks, lambda warning: None)
-    bind_node(job, plan, of_ranks, plan.leads[0])
+    if not request.rank_resources.get("GPU"):
+        bind_node(job, plan, of_ranks, plan.leads[0])
     for _ in device_settings(job, facts, 2):  # it raises what it finds
         pass
 

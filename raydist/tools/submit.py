@@ -36,9 +36,11 @@ from raydist.tools.command_line import ToolParser, run_tool
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+DEPTH = 2
+"""How deep files with secrets are searched for."""
 NAMED = 4
 """The most files that a note names."""
-UNSEARCHED = (".git", ".venv", "venv", "node_modules", *(each.strip("/") for each in RUN_FOLDERS))
+UNSEARCHED = (".git", ".venv", "venv", "node_modules")
 """Folders that are not searched for files with secrets."""
 POLL_S = 1.0
 """Seconds between two requests for the status of a job whose log has ended."""
@@ -139,17 +141,20 @@ class SentFolder:
         return [*SECRET_FILES, *needed, *RUN_FOLDERS]
 
     def note_left_out(self) -> None:
-        """Name the files with secrets that are not sent."""
+        """Name the files with secrets that are not sent, of the folder and of DEPTH below it."""
         files = []
         for where, folders, names in os.walk(self.path):
-            folders[:] = [each for each in folders if each not in UNSEARCHED]
+            depth = len(Path(where).relative_to(self.path).parts)
+            skipped = UNSEARCHED if depth else (*UNSEARCHED, *(each[1:] for each in RUN_FOLDERS))
+            # A folder of data may have millions of files.
+            folders[:] = [each for each in folders if depth < DEPTH and each not in skipped]
             secret = [each for each in names if each.endswith(".env") and each != "example.env"]
             files += [os.path.relpath(os.path.join(where, each), self.path) for each in secret]
         if files := sorted({*files} - {self.env_file}):
             named = ", ".join(files[:NAMED]) + (", …" if len(files) > NAMED else "")
             note = (
                 f"{named}: not sent, because whoever has the cluster's token could read it; "
-                f"env_file={files[0]} sends it, and sets its variables"
+                f"env_file={files[0]} sends it, unless .gitignore names it, and sets its variables"
             )
             print(f"note: {note}", file=sys.stderr)
 

@@ -34,7 +34,8 @@ class TrainingProgress:
         self.results: dict[str, float] = {}
         """Those of the evaluation after the last step; empty: there was none. A later run evaluates
         once more: its test samples may be others."""
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if restarted and position.get("run") == str(context.rank().run_dir):
             self.results |= position.get("results", {})
         per_epoch, epochs = order.steps_per_epoch, job.train.epochs
         after = order.steps_left + (epochs - order.epoch - 1) * per_epoch
@@ -131,6 +132,7 @@ class TrainingState:
             "warmed": progress.warmed,
             "unevaluated": progress.unevaluated,
             "results": progress.results,
+            "run": str(context.rank().run_dir),
             "changed": {name: [*values] for name, values in self._changes.items()},
         }
 

@@ -113,3 +113,36 @@ def test_a_node_whose_network_does_not_suit_the_run_does_not_end_it(
     assert made.growth() == ""
     assert len(warnings) == 2
     assert "is not used for this run: fabric.hca=mlx5_0" in warnings[0]
+
+
+def test_a_run_below_its_minimum_requests_a_node_while_another_run_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had waited until `scale.wait_s`, beside a free node that did nothing for the other run."""
+    nodes = [node(1), node(2)]
+    made, actors, groups, _ = growing(monkeypatch, nodes, [])
+    monkeypatch.setattr(made, "turn", SimpleNamespace(may_grow=lambda: False))
+    made.refresh()
+    assert actors.opened == []  # it has its minimum
+    groups.tables["group-0"] = {"state": "RESCHEDULING", "bundles_to_node_id": {0: ""}}
+    for _ in range(2):
+        made.refresh(running=False)
+    assert (groups.removed, actors.opened) == (["group-0"], [node(2).id])
+
+
+def test_bundles_with_ranks_stay_when_a_node_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks were killed, if their node was draining: it counted as one without a node."""
+    monkeypatch.setattr(standby, "UNUSABLE_S", -1.0)
+    nodes = [node(1), node(2), node(3), node(2)]
+    made, actors, groups, _ = growing(monkeypatch, nodes, [node(2).id])
+    made.refresh()
+    grown = placement.resize_plan(actors.plan, {0: nodes[0], 2: nodes[2]}, 1, 2)
+    assert grown is not None
+    actors.plan = grown
+    del nodes[2]  # it is draining
+    for _ in range(3):
+        made.refresh()
+    assert groups.tables["group-2"]["bundles_to_node_id"] == {0: node(3).id}
+    assert "group-2" not in groups.removed

@@ -351,6 +351,25 @@ def test_a_restart_after_the_end_leaves_what_the_last_evaluation_has_changed(
     assert [*restarted.hooked] == again
 
 
+def test_the_last_evaluation_of_an_earlier_run_is_not_that_of_a_restarted_one(
+    tmp_path: Path,
+) -> None:
+    """A run that resumes a finished one may have other test samples."""
+
+    def resume(job: Job) -> Kept:
+        torch.manual_seed(0)
+        Kept(job, memory())
+        here = context.current()
+        here.rank = replace(here.rank, run_dir=Path("runs/later"))
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        os.environ["RAYDIST_RESUME"] = str(Path("checkpoints/step-00000004").absolute())
+        return Kept(job, memory())
+
+    job = replace(BASE, snapshot=Snapshot(every=3), checkpoint=Checkpoint(every=2))
+    (rank,) = succeeded(run_ranks(1, job, resume, tmp_path))
+    assert [*rank.value.hooked] == [4]
+
+
 @pytest.mark.parametrize(("steps", "evaluate_every"), [(6, 1), (4, 2)])
 def test_the_last_checkpoint_has_what_the_last_evaluation_changes(
     steps: int, evaluate_every: int, tmp_path: Path
