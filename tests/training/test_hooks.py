@@ -358,12 +358,13 @@ def test_the_last_evaluation_of_an_earlier_run_is_not_that_of_a_restarted_one(
 
     def resume(job: Job) -> Kept:
         torch.manual_seed(0)
-        Kept(job, memory())
+        descriptor = memory()
+        Kept(job, descriptor)
         here = context.current()
         here.rank = replace(here.rank, run_dir=Path("runs/later"))
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-        os.environ["RAYDIST_RESUME"] = str(Path("checkpoints/step-00000004").absolute())
-        return Kept(job, memory())
+        os.environ["RAYDIST_RESUME"] = "checkpoints/step-00000004"
+        return Kept(job, descriptor)  # the same state as in the checkpoint
 
     job = replace(BASE, snapshot=Snapshot(every=3), checkpoint=Checkpoint(every=2))
     (rank,) = succeeded(run_ranks(1, job, resume, tmp_path))
