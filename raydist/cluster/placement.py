@@ -131,7 +131,7 @@ def resources_for(
     if capacity:
         cluster_nodes.check_resource_names(need, [have for have, _ in capacity])
     if job.queue.enabled is not False and job.queue.shrink:
-        # Ray frees only whole placement groups: whatever can be given up is in others.
+        # It grows once it runs, as long as no other run waits.
         sized = replace(scale, nodes=scale.nodes or 1)
     else:
         sized = scale_between(scale, need, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -136,8 +137,6 @@ class StandbyNodes:
         self._warm: dict[int, WarmNode] = {}
         """By bundle: the standby node on it."""
         self._request: Open | None = None
-        self._first_bundles = frozenset(actors.groups)
-        """Those that the run began with."""
         self._lost_bundles: set[tuple[int, str]] = set()
         """Bundles whose actor is gone, each with its node."""
         self._avoiding_since: dict[int, float] = {}
@@ -171,7 +170,8 @@ class StandbyNodes:
         if self._unusable.forget_old():
             waiting = {*bundles.waiting_bundles(self._actors.groups)} - with_ranks
             for bundle in waiting - self._avoiding_since.keys():
-                self._drop(bundle)  # requested again, without excluding these nodes
+                # It is requested again, and may be on these nodes then.
+                bundles.drop_bundle(self._actors.groups, bundle)
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
             if gone or self._unusable.judge(warm.node, warm.first_reply):
@@ -194,7 +194,7 @@ class StandbyNodes:
                 self._open(bundle, node)
                 taken.add(node.id)
             else:  # the bundle's node has another bundle, can't be used, or is avoided
-                self._drop(bundle)
+                bundles.drop_bundle(self._actors.groups, bundle)
         self._request_nodes(placed, most)
         return placed
 
@@ -228,11 +228,6 @@ class StandbyNodes:
                 del self._avoiding_since[bundle]
                 bundles.drop_bundle(self._actors.groups, bundle)
 
-    def _drop(self, bundle: int) -> None:
-        """Give back a bundle, unless the run has begun with it."""
-        if bundle not in self._first_bundles:
-            bundles.drop_bundle(self._actors.groups, bundle)
-
     def _free_nodes(self, placed: Mapping[int, Node]) -> list[str]:
         """Return the ids of the nodes without incidents that have room for another bundle."""
         request, held = self._actors.plan.request, {node.id for node in placed.values()}
@@ -249,7 +244,7 @@ class StandbyNodes:
         for bundle in sorted(self._actors.groups, reverse=True):
             if len(self._actors.groups) <= self._min:
                 break
-            if bundle not in used and bundle not in self._first_bundles:
+            if bundle not in used:
                 self._warm.pop(bundle, None)
                 self._avoiding_since.pop(bundle, None)
                 self._give_back(bundle)
@@ -262,11 +257,16 @@ class StandbyNodes:
     def spare_nodes(self) -> list[str]:
         """Return the ids of the nodes with ranks that can be given up one by one, last one first.
 
-        Those that the run has begun with stay.
+        None if the run has its minimum. Ray frees only whole placement groups.
         """
-        plan, own = self._actors.plan, self._actors.groups.keys() - self._first_bundles
-        more = [slot for slot in plan.leads if slot.bundle in own]
-        return [slot.node.id for slot in more[::-1]][: max(0, len(plan.nodes) - self._min)]
+        shared = Counter(id(group) for group, _ in self._actors.groups.values())
+        groups, leads = self._actors.groups, self._actors.plan.leads
+        own = [
+            slot
+            for slot in leads
+            if slot.bundle in groups and shared[id(groups[slot.bundle][0])] == 1
+        ]
+        return [slot.node.id for slot in own[::-1]][: max(0, len(leads) - self._min)]
 
     def leaving(self) -> set[str]:
         """Return the ids of the nodes that another run needs, and this one can give up."""
