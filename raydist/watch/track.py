@@ -37,8 +37,9 @@ KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 """Set in the pods of a TrainJob: its status gets the progress, without a setting."""
 PATIENCE_S = 2.0
 """Seconds after the end of a run until the command prints for which trackers it waits."""
-READY_S = 30.0
-"""Longest wait for the variables of a program, before its ranks start."""
+READY_S = 90.0
+"""Longest wait for the variables of a program, before its ranks start: on a busy machine MLflow,
+which yields the CPUs to others, takes most of a minute to import."""
 FAILED = "failed"
 """The kind of message that the driver's machine is lost."""
 
