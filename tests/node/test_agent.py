@@ -422,7 +422,8 @@ def test_a_rank_that_gets_no_cpu_is_given_time_to_answer(
         await follow(agent, until="joined")
         while not (tmp_path / "begun").exists():
             await asyncio.sleep(0.01)
-        return await agent.handle(Examine(quick))
+        found: RankActivity | None = await agent.handle(Examine(quick))
+        return found
 
     monkeypatch.setattr(rank_process, "wants_cpu", lambda pid: True)
     monkeypatch.setattr(rank_process, "process_state", lambda pid: ("R", 0.0))
