@@ -43,6 +43,8 @@ LOOK_S = 0.5
 READY_S = 90.0
 """Longest wait for the variables of a program, before its ranks start: on a busy machine MLflow,
 which yields the CPUs to others, takes most of a minute to import."""
+RETRY_S = 30.0
+"""The same where the tracker could not be opened at first, which is tried again."""
 FAILED = "failed"
 """The kind of message that the driver's machine is lost."""
 
@@ -198,9 +200,13 @@ class TrackerProcess:
     def variables(self) -> dict[str, str]:
         """Return the variables of a program, once the tracker has its run.
 
-        After READY_S they are those known so far.
+        After READY_S, or RETRY_S, they are those known so far.
         """
-        self._ready.wait(READY_S)
+        began = time.monotonic()
+        while not self._ready.wait(LOOK_S):
+            now = time.monotonic()
+            if now - began > (READY_S if now < self._opened_by else RETRY_S):
+                break
         return self._variables
 
     def close(self) -> None:

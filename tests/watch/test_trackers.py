@@ -165,6 +165,22 @@ def test_a_tracker_that_refuses_a_page_learns_how_the_run_ended(
     assert "no such bucket" in said[-1]["warning"]
 
 
+@pytest.mark.timeout(60)
+def test_a_program_waits_no_longer_for_a_tracker_that_could_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, say = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
+    process = SimpleNamespace(stdout=said, stdin=io.StringIO(), poll=lambda: None)
+    monkeypatch.setattr(track, "start", lambda task, job: process)
+    monkeypatch.setattr(track, "READY_S", 1e6)
+    monkeypatch.setattr(track, "RETRY_S", 0.0)
+    with say, Events(tmp_path / "events.jsonl") as events:
+        tracker = track.TrackerProcess("mlflow", Job(dir=str(tmp_path)), events, None)
+        for opening in (True, False):
+            print(json.dumps({"opening": opening}), file=say, flush=True)
+        assert tracker.variables() == {}
+
+
 SLOW = """
 import json, time
 from types import SimpleNamespace
