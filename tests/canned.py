@@ -421,7 +421,7 @@ def trips_of(n: int) -> list[list[Trip]]:
         Trip("silent", "no answer within 3 s"),
         Trip("refused", "connection refused"),
         Trip("unreachable", "No route to host"),
-        Trip("stalled", "64 KiB did not come back within 3 s", 1e-4),
+        Trip("stalled", "64 KiB did not come back within 9 s", 1e-4),
         Trip("fine", "", 0.045),
     ]
     return [

@@ -58,7 +58,7 @@ class Fault:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "wait":
-                wait_until(Path("go").exists, timeout=120)
+                wait_until(Path("go").exists, timeout=600)
             case "raise":
                 raise ValueError(f"struck at step {self.step}")
             case "lose":

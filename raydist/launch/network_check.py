@@ -17,8 +17,8 @@ from raydist.node.peers import patience
 from raydist.shared.errors import LaunchError
 
 CALL_S = 10.0
-"""Limit on a connection, and again on the long packets that it carries. The kernel accepts a
-connection, and no busy machine delays that."""
+"""Limit on a connection, which the kernel accepts: no busy machine delays that. The answers of the
+agent there may take longer (node.peers.BUSY)."""
 SKEW_S = 60.0
 """Difference of two clocks above which each run warns: clocks without NTP drift by seconds a day,
 and only minutes have consequences beyond logs. The doctor reports half a second: a person has asked

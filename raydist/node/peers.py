@@ -27,8 +27,8 @@ PINGS = 3
 PAYLOAD = 64 << 10
 """More than any MTU: a path that drops packets of full size drops some of these."""
 BUSY = 3
-"""Limits of a call that a peer gets for its answers to short requests once it has accepted the
-connection, which its kernel does: the agent of a busy machine may be late."""
+"""Limits of a call that a peer gets for its answers once it has accepted the connection, which its
+kernel does: the agent of a busy machine may be late."""
 CONCURRENT = 32
 """Maximum concurrent calls of one node."""
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.EINVAL)
@@ -95,9 +95,10 @@ async def call_peer(
 ) -> Trip:
     """Call one peer.
 
-    `timeout`: seconds for the connection, and again for the long request; BUSY times as many for
-    the short ones.
+    `timeout`: seconds for the connection; BUSY times as many for the short requests, and again for
+    the long one.
     """
+    answer_s = BUSY * timeout
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*peer), timeout)
     except (asyncio.TimeoutError, TimeoutError):
@@ -109,13 +110,13 @@ async def call_peer(
     pings = ping(reader, writer, secret, clock)
     fastest: tuple[float, float] | None = None
     try:
-        fastest = await asyncio.wait_for(pings, BUSY * timeout)
-        await asyncio.wait_for(send_request(reader, writer, bytes(PAYLOAD)), timeout)
+        fastest = await asyncio.wait_for(pings, answer_s)
+        await asyncio.wait_for(send_request(reader, writer, bytes(PAYLOAD)), answer_s)
         return Trip("fine", "", *fastest)
     except (asyncio.TimeoutError, TimeoutError):
         if fastest is None:
-            return Trip("silent", f"connected, then no answer within {BUSY * timeout:g} s")
-        words = f"{PAYLOAD >> 10} KiB did not come back within {timeout:g} s"
+            return Trip("silent", f"connected, then no answer within {answer_s:g} s")
+        words = f"{PAYLOAD >> 10} KiB did not come back within {answer_s:g} s"
         return Trip("stalled", words, *fastest)
     except (OSError, EOFError) as error:
         return Trip("broken", f"connected, then {error_text(error)}")
@@ -178,4 +179,4 @@ async def call_all(peers: Sequence[Peer], own: int, secret: bytes, timeout: floa
 
 def patience(nodes: int, timeout: float) -> float:
     """Return the seconds within which call_all returns, whatever the network does."""
-    return (BUSY + 3) * timeout * (1 + nodes // CONCURRENT) + 10
+    return (2 * BUSY + 2) * timeout * (1 + nodes // CONCURRENT) + 10

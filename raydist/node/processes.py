@@ -126,6 +126,14 @@ def main_thread_cpu(pid: int) -> float:
     return _read_state(Path(f"/proc/{pid}/task/{pid}/stat"))[1]
 
 
+def wants_cpu(pid: int) -> bool:
+    """Return whether a thread of a process runs, or waits for a CPU."""
+    with contextlib.suppress(OSError):  # it has just ended
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        return any(_read_state(thread / "stat")[0] == "R" for thread in threads)
+    return False
+
+
 def identify(pid: int) -> ProcessId:
     """Return the identity of the process that has this pid now."""
     fields = _stat_fields(Path(f"/proc/{pid}/stat"))

@@ -39,6 +39,7 @@ from raydist.node.processes import (
     main_thread_cpu,
     process_state,
     session_members,
+    wants_cpu,
 )
 from raydist.node.rank_channel import RankChannel
 from raydist.node.rank_reports import RankReports
@@ -56,7 +57,8 @@ second."""
 LOOK_S = 0.05
 """Seconds between two looks at the CPU time of a rank that has not answered yet."""
 QUICK_S = 0.6
-"""Seconds after which a rank that uses no CPU does not answer."""
+"""Seconds after which a rank of which no thread wants a CPU does not answer. They are counted by
+looks: while the whole machine stalls, it can't answer."""
 HELD_S = 1.0
 """CPU seconds of its main thread after which a rank does not answer."""
 TICK_S = 0.01
@@ -217,8 +219,8 @@ class RankProcess:
         GPUs.
 
         If a rank does not answer because native code holds the GIL, a signal makes it write its
-        main thread's stack: after EXAMINE_S if it sleeps, after ANSWER_S if it is busy. A part that
-        can't be read is empty. `quick`: as in Examine.
+        main thread's stack: soon after EXAMINE_S if it sleeps, after ANSWER_S if it is busy or gets
+        no CPU. A part that can't be read is empty. `quick`: as in Examine.
         """
         if not self.running:
             return None
@@ -233,7 +235,10 @@ class RankProcess:
         else:
             await asyncio.sleep(EXAMINE_S)
             state, after = process_state(self.pid)
-            await self.channel.await_activity(ANSWER_S - EXAMINE_S if after > before else 0)
+            if after > before:
+                await self.channel.await_activity(ANSWER_S - EXAMINE_S)
+            else:
+                await self._await_activity(state)
         after = process_state(self.pid)[1]
         busy = (after - before) / max(time.monotonic() - began, TICK_S)
         activity = self.channel.activity
@@ -253,14 +258,15 @@ class RankProcess:
     async def _await_activity(self, state: str) -> None:
         """Wait until the rank answers, or can't because native code keeps the GIL.
 
-        It can't if it is stopped; if it sleeps for QUICK_S without an answer; or if its main thread
-        computes for HELD_S: one that runs Python code releases the GIL every 5 ms.
+        It can't if it is stopped; if all its threads sleep for QUICK_S without an answer; or if its
+        main thread computes for HELD_S: one that runs Python code releases the GIL every 5 ms.
         """
-        before, began = main_thread_cpu(self.pid), time.monotonic()
+        before, began, asleep_s = main_thread_cpu(self.pid), time.monotonic(), 0.0
         while self.channel.activity is None and state not in ("T", "t", ""):
             await self.channel.await_activity(LOOK_S)
             used, waited = main_thread_cpu(self.pid) - before, time.monotonic() - began
-            if waited > ANSWER_S or used > HELD_S or (waited > QUICK_S and used <= TICK_S):
+            asleep_s += 0.0 if wants_cpu(self.pid) else LOOK_S
+            if waited > ANSWER_S or used > HELD_S or (asleep_s > QUICK_S and used <= TICK_S):
                 return
 
     async def native_stack(self) -> NativeStack | None:

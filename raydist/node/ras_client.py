@@ -18,8 +18,9 @@ ASK = b"CLIENT PROTOCOL 2\nTIMEOUT 1\nSET FORMAT json\nVERBOSE STATUS\n"
 """A RAS that does not know a line says so in another, and goes on."""
 REPLIES = ("SERVER PROTOCOL ", "OK", "ERROR: Unknown command")
 """What RAS says to the first three lines."""
-ALIVE_S = 2.0
-"""Limit on the wait for a first byte."""
+ALIVE_S = 5.0
+"""Limit on the wait for the connection, and again for a first byte: those of a busy machine take
+seconds, and nobody asks again."""
 ANSWER_S = 8.0
 """Limit on the wait for the end: RAS itself waits for the processes of other nodes, 1 s as it is
 asked to, and up to 5 s more for those that are out of its reach."""

@@ -35,8 +35,11 @@ class Arrival:
     fit: int = 0
     """The number of the last raydist.fit that began, from 1; 0: none."""
 
-    def add(self, event: Event) -> dict[str, float]:
-        """Read one event; return the seconds of each part of the launch that it completes."""
+    def add(self, event: Event) -> list[kinds.Phase]:
+        """Read one event; return the parts of the launch that it completes.
+
+        Each has the time of its end: a driver that stalled reads the events of both at once.
+        """
         before = self.met_at, self.first_step_at
         match event:
             case kinds.Joined():
@@ -52,13 +55,11 @@ class Arrival:
         if self.met_at is None and len(self.joined_at) == self.world_size:
             self.met_at = max(self.began, *self.joined_at.values())
         if self.met_at is None or (self.met_at, self.first_step_at) == before:
-            return {}
-        parts = {} if before[0] else {"rendezvous": self.met_at - self.began}
-        return (
-            parts
-            if self.first_step_at is None
-            else {**parts, "first step": max(0.0, self.first_step_at - self.met_at)}
-        )
+            return []
+        spans = {} if before[0] else {"rendezvous": (self.began, self.met_at)}
+        if self.first_step_at is not None:
+            spans["first step"] = self.met_at, max(self.met_at, self.first_step_at)
+        return [kinds.Phase(t=to, name=name, s=to - since) for name, (since, to) in spans.items()]
 
 
 @dataclass
@@ -131,7 +132,7 @@ class Beginning:
         """Record an event of a rank; return the events that follow from it."""
         parts = self._arrival.add(event)
         if self._restart is None:
-            return [kinds.Phase(name=name, s=s) for name, s in parts.items()]
+            return [*parts]
         cost = self._restart.add(rank, event)
         if cost is None and self._arrival.met_at is not None:
             cost = self._restart.note_met(self._arrival.met_at)

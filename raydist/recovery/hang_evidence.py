@@ -18,7 +18,7 @@ NATIVE_S = 25.0
 """Limit on the wait for py-spy, which reads the symbols of every library of a rank."""
 CULPRITS = 4
 """Limit on the culprits whose frames of C code are read."""
-RAS_S = 12.0
+RAS_S = 20.0
 """Limit on the wait for NCCL's RAS: that of an agent (node.ras_client), and the way there."""
 ASKED = 2
 """How many ranks' RAS are asked, of different nodes: each knows all ranks that it can reach."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import secrets
 import signal
@@ -37,8 +38,13 @@ KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 """Set in the pods of a TrainJob: its status gets the progress, without a setting."""
 PATIENCE_S = 2.0
 """Seconds after the end of a run until the command prints for which trackers it waits."""
-READY_S = 30.0
-"""Longest wait for the variables of a program, before its ranks start."""
+LOOK_S = 0.5
+"""Seconds between two looks at how long to wait for a tracker."""
+READY_S = 90.0
+"""Longest wait for the variables of a program, before its ranks start: on a busy machine MLflow,
+which yields the CPUs to others, takes most of a minute to import."""
+RETRY_S = 30.0
+"""The same where the tracker could not be opened at first, which is tried again."""
 FAILED = "failed"
 """The kind of message that the driver's machine is lost."""
 
@@ -112,11 +118,11 @@ class Trackers(AbstractContextManager["Trackers"]):
             names = ", ".join(each.title for each in late)
             text = (
                 f"{names}: the end of the run is still being sent; the command waits up to "
-                f"{max(each.wait_s for each in late):g} s for it"
+                f"{max(each.patience(began) for each in late):.0f} s for it"
             )
             self._events.add(kinds.Track(text=text))
-        for each in sorted(self._all, key=lambda each: each.wait_s):
-            each.wait(began + each.wait_s)
+        for each in sorted(self._all, key=lambda each: each.patience(began)):
+            each.wait(began)
 
 
 def receivers(settings: Notify) -> list[str]:
@@ -135,8 +141,10 @@ class TrackerProcess:
         messenger = name in receivers(job.notify)
         self.name = name
         self.title = f"notify.{name}" if messenger else name
-        self.wait_s = notify.WAIT_S if messenger else trackers.END_S
-        """The longest wait for the process at the end of the run."""
+        self._wait_s = notify.WAIT_S if messenger else trackers.END_S
+        """The longest wait for the process at the end of the run, once it has opened."""
+        self._opened_by = 0.0 if messenger else math.inf
+        """When it has tried to open the tracker's run at the latest, by the monotonic clock."""
         self._events = events
         self._variables: dict[str, str] = {}
         self._ready = threading.Event()
@@ -182,6 +190,9 @@ class TrackerProcess:
                 self._events.warn(message["warning"])
             if "track" in message:
                 self._events.add(kinds.Track(text=message["track"]))
+            if "opening" in message:
+                left_s = trackers.OPEN_S if message["opening"] else 0.0
+                self._opened_by = time.monotonic() + left_s
             if "ready" in message:
                 self._ready.set()
         self._ready.set()
@@ -189,9 +200,13 @@ class TrackerProcess:
     def variables(self) -> dict[str, str]:
         """Return the variables of a program, once the tracker has its run.
 
-        After READY_S they are those known so far.
+        After READY_S, or RETRY_S, they are those known so far.
         """
-        self._ready.wait(READY_S)
+        began = time.monotonic()
+        while not self._ready.wait(LOOK_S):
+            now = time.monotonic()
+            if now - began > (READY_S if now < self._opened_by else RETRY_S):
+                break
         return self._variables
 
     def close(self) -> None:
@@ -209,14 +224,26 @@ class TrackerProcess:
             return True
         return False
 
-    def wait(self, until: float) -> None:
-        """Wait for the process to end until this time of the monotonic clock; then kill it.
+    def patience(self, began: float) -> float:
+        """Return the longest wait for the process, in seconds.
 
-        A receiver of messages goes on for up to a minute: a message is not cut off.
+        `began`: the end of the run, by the monotonic clock.
+        """
+        return self._wait_s + min(max(0.0, self._opened_by - began), trackers.OPEN_S)
+
+    def wait(self, began: float) -> None:
+        """Wait for the process to end, but no longer than its patience; then kill it.
+
+        A receiver of messages goes on for up to a minute: a message is not cut off. `began`: as in
+        `patience`.
         """
         log, why = Path("logs", f"track-{self.name}.log"), ""
         try:
-            if code := self._process.wait(max(0.0, until - time.monotonic())):
+            # Its patience is known once it has opened.
+            while not self.ended(time.monotonic() + LOOK_S):
+                if time.monotonic() > began + self.patience(began):
+                    break
+            if code := self._process.wait(0):
                 why = f"its process ended with {code}"
             self._reader.join(1.0)
         except subprocess.TimeoutExpired:
@@ -224,7 +251,7 @@ class TrackerProcess:
                 text = f"{self.title}: the last message is still being sent; {log} has the outcome"
                 self._events.warn(text)
                 return
-            why = f"it did not finish in {self.wait_s:g} s"
+            why = f"it did not finish in {self.patience(began):.0f} s"
         if why and not self._warned:
             self._events.warn(f"{self.title} lacks part of the run: {why} ({log})")
         with suppress(ProcessLookupError):  # what its library has started ends too

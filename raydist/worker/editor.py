@@ -24,8 +24,9 @@ from typing import Any
 HERE = "127.0.0.1"
 LEAVE_S = 2.0
 """Limit on the wait until debugpy has let all threads continue, at the end of a session."""
-END_S = 5.0
-"""Limit on the wait until debugpy has ended its last session, whose rank goes on meanwhile."""
+END_S = 30.0
+"""Limit on the wait until debugpy has ended our last session, whose rank goes on meanwhile. It
+takes up to a second, and on a busy machine many."""
 LAST = 1 << 30
 """The number of our own request: editors count from 1."""
 ENDING = ("disconnect", "terminate")
@@ -35,6 +36,8 @@ CONFIGURED = "configurationDone"
 
 _traced = False
 """Whether debugpy traces threads of this process."""
+_last_pydb: object = None
+"""debugpy's debugger of our last session. The program may have begun another one."""
 Hold = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -95,7 +98,7 @@ class EditorSession:
         """Have debugpy debug this process, which continues. In the main thread."""
         import pydevd  # debugpy's; `load_debugpy` has imported it
 
-        global _traced
+        global _traced, _last_pydb
         with socket.create_server((HERE, 0)) as listener:
             spare_own_threads()
             _traced = True
@@ -108,6 +111,7 @@ class EditorSession:
                 notify_stdin=False,
                 dont_trace_start_patterns=(os.path.dirname(sys.modules["debugpy"].__file__ or ""),),
             )
+            _last_pydb = pydevd.get_global_debugger()
             connected = accept_own(listener)
         with self._lock:
             if self.over:
@@ -221,8 +225,8 @@ def load_debugpy() -> str:
     if not hasattr(pydevd, "stoptrace"):
         return "its debugpy is too old; type pip install -U debugpy on its node"
     until = time.monotonic() + END_S
-    while pydevd.get_global_debugger() is not None:
-        if time.monotonic() > until:
+    while (active := pydevd.get_global_debugger()) is not None:
+        if active is not _last_pydb or time.monotonic() > until:
             return "the program has a debugger already"
         time.sleep(0.02)
     return ""

@@ -34,8 +34,9 @@ from raydist.worker.torch_private import ProfilerTurn
 
 NSIGHT = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 """Variables of programs below Nsight Systems, or another tool that holds CUPTI."""
-START_S = 10.0
-"""Longest wait of the training for the profiler's start."""
+START_S = 60.0
+"""Longest wait of the training for the profiler's start: its import and its first start, which
+usually come before, take most of a minute on a busy machine."""
 WRITE_S = 120.0
 """Longest wait, at the end of a program, for its trace to be written."""
 
@@ -60,7 +61,7 @@ class Recording:
         """The last step; 0: it ends by itself."""
         self._begin, self._began, self.end = threading.Event(), threading.Event(), threading.Event()
         self._seconds: float | None = None
-        self._dropped = False
+        self._late = False
         self._marks = Marks(os.getpid(), 0, 0, [])
         self._thread = threading.Thread(
             target=self._run, args=(tell,), name="raydist-profile", daemon=True
@@ -85,7 +86,9 @@ class Recording:
     def _start(self) -> None:
         self._begin.set()
         if self._seconds is None:
-            self._began.wait(START_S)
+            self._late = not self._began.wait(START_S)
+            if self._late:  # a file without some of the steps would look like one that has them
+                self.end.set()
             self._marks = self._marks._replace(began_ns=time.time_ns())
 
     def note_step(self, step: int) -> None:
@@ -97,7 +100,6 @@ class Recording:
 
     def drop(self) -> None:
         """End the thread: the profile will not begin."""
-        self._dropped = True
         self._begin.set()
 
     def finish(self) -> None:
@@ -115,8 +117,8 @@ class Recording:
             self._began.set()
             return
         self._begin.wait()
-        if self._dropped:
-            return
+        if not self._last and self._seconds is None:
+            return  # it was dropped
         path, memory, why_not = "", "", ""
         try:
             why_not = self._record()
@@ -157,6 +159,8 @@ class Recording:
                 profiler.add_metadata_json(MARKS, json.dumps(self._marks))
             if history:
                 torch_private.end_memory_history(self._memory_path())
+        if self._late:
+            return f"the profiler was not ready within {START_S:g} s, so the steps are not profiled"
         if not self._marks.ends_ns:
             return "the program ended, or began its own profiler, before a step was done"
         plain = f"{self._path}.json"

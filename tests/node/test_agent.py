@@ -54,7 +54,7 @@ from raydist.messages.server import (
 )
 from raydist.messages.writer import WriteShards
 from raydist.network.facts import Facts
-from raydist.node import probe, processes, rank_spec
+from raydist.node import probe, processes, rank_process, rank_spec
 from raydist.node.agent import RankAgent
 from raydist.node.fork_client import ForkClient
 from raydist.node.fork_launcher import ForkServer, heritage, node_folder
@@ -398,6 +398,39 @@ def test_a_rank_whose_native_code_keeps_the_gil_shows_its_main_thread(
 
     stack = node.run(run_and_examine())
     assert "in stuck" in stack
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_rank_that_gets_no_cpu_is_given_time_to_answer(
+    quick: bool,
+    node: Node,
+    agent: RankAgent,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It seemed to have a thread that keeps the GIL."""
+
+    def late() -> None:
+        import ctypes
+
+        (tmp_path / "begun").touch()
+        ctypes.PyDLL(None).sleep(2)  # no CPU is used, and nobody answers
+        time.sleep(300)
+
+    async def run_and_examine() -> RankActivity | None:
+        await start(agent, late)
+        await follow(agent, until="joined")
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.01)
+        found: RankActivity | None = await agent.handle(Examine(quick))
+        return found
+
+    monkeypatch.setattr(rank_process, "wants_cpu", lambda pid: True)
+    monkeypatch.setattr(rank_process, "process_state", lambda pid: ("R", 0.0))
+    monkeypatch.setattr(rank_process, "ANSWER_S", 60.0)
+    activity = node.run(run_and_examine())
+    assert activity is not None
+    assert activity.way == "thread"
 
 
 async def stack_of(agent: RankAgent, function: str) -> RankState:

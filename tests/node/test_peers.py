@@ -48,17 +48,21 @@ def with_listener(
 
 
 @contextmanager
-def odd_server(answers: Sequence[bytes], late_s: float = 0.0) -> Iterator[Peer]:
+def odd_server(
+    answers: Sequence[bytes], late_s: float = 0.0, last_late_s: float = 0.0
+) -> Iterator[Peer]:
     """A server that gives one of these answers to each thing it hears, and then stays silent.
 
-    It begins `late_s` seconds after it has accepted the connection.
+    It begins `late_s` seconds after it has accepted the connection, and its last answer comes
+    `last_late_s` after the one before.
     """
 
     def serve(server: socket.socket) -> None:
         with server, server.accept()[0] as line:
             time.sleep(late_s)
-            for one in answers:
+            for number, one in enumerate(answers, 1):
                 line.recv(1 << 16)
+                time.sleep(last_late_s if number == len(answers) else 0.0)
                 line.sendall(one)
             over.wait(PATIENCE)
 
@@ -173,7 +177,7 @@ def test_a_path_that_drops_long_packets_is_stalled() -> None:
     short = [reply(SECRET)] * peers.PINGS
     with odd_server(short) as peer:
         trip = asyncio.run(call_peer(peer, SECRET, 0.5))
-    assert (trip.kind, trip.words) == ("stalled", "64 KiB did not come back within 0.5 s")
+    assert (trip.kind, trip.words) == ("stalled", "64 KiB did not come back within 1.5 s")
     assert trip.rtt_s > 0
     with odd_server(short[:1]) as peer:
         assert asyncio.run(call_peer(peer, SECRET, 0.2)) == Trip(
@@ -185,6 +189,12 @@ def test_a_busy_peer_may_answer_late_and_drops_long_packets_all_the_same() -> No
     short = [reply(SECRET)] * peers.PINGS
     with odd_server(short, late_s=0.8) as peer:
         assert asyncio.run(call_peer(peer, SECRET, 0.5)).kind == "stalled"
+
+
+def test_a_peer_that_is_busy_when_the_long_packets_come_drops_none() -> None:
+    answers = [*[reply(SECRET)] * peers.PINGS, reply(bytes(peers.PAYLOAD))]
+    with odd_server(answers, last_late_s=0.8) as peer:
+        assert asyncio.run(call_peer(peer, SECRET, 0.5)).kind == "fine"
 
 
 def test_a_wrong_reply_is_not_a_peers() -> None:
@@ -279,6 +289,6 @@ def test_200_nodes_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_patience_grows_with_the_nodes_that_may_all_be_silent() -> None:
-    assert peers.patience(1, 3) < peers.patience(200, 3) < 150
-    silent_s = (peers.BUSY + 1) * 3 * -(-199 // peers.CONCURRENT)
+    assert peers.patience(1, 3) < peers.patience(200, 3) < 200
+    silent_s = (2 * peers.BUSY + 1) * 3 * -(-199 // peers.CONCURRENT)
     assert peers.patience(200, 3) > silent_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from raydist.node import processes
-from raydist.node.processes import end_all_of, identify
+from raydist.node.processes import end_all_of, identify, wants_cpu
 from tests.waiting import wait_until
 
 
@@ -40,3 +41,12 @@ def test_a_signal_for_a_group_reaches_what_a_shell_has_started() -> None:
     assert processes.kill(shell.pid, signal.SIGINT, group=True)
     assert shell.communicate(timeout=30)[0] == b""
     assert shell.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+
+
+def test_a_process_wants_a_cpu_while_one_of_its_threads_runs() -> None:
+    assert wants_cpu(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as asleep:
+        wait_until(lambda: not wants_cpu(asleep.pid), "it sleeps")
+        asleep.kill()
+        asleep.wait()
+        assert not wants_cpu(asleep.pid)

@@ -97,6 +97,22 @@ def test_a_program_that_reports_no_step_is_back_once_all_its_ranks_run() -> None
     assert (back.step, back.s, back.paused) == (0, 3.0, True)
 
 
+def test_parts_of_a_launch_that_are_read_late_end_when_they_did() -> None:
+    beginning = Beginning(2, 103.0, None)
+    late = [(1, joined(104.5, 1)), (0, joined(104.0, 0)), (0, report(1))]
+    found = [each for rank, event in late for each in beginning.add(rank, event)]
+    assert found == [
+        kinds.Phase(t=104.5, name="rendezvous", s=1.5),
+        kinds.Phase(t=110.0, name="first step", s=5.5),
+    ]
+    loop = Beginning(1, 103.0, None)  # without collectives: it reports a step before it has joined
+    found = [each for event in (report(1), joined(111.0, 0)) for each in loop.add(0, event)]
+    assert found == [
+        kinds.Phase(t=111.0, name="rendezvous", s=8.0),
+        kinds.Phase(t=111.0, name="first step", s=0.0),
+    ]
+
+
 @pytest.mark.parametrize(("attempt", "program"), [(FAILED, True), (STEPLESS, False)])
 def test_what_reports_steps_is_back_at_its_first_one(attempt: Attempt, program: bool) -> None:
     beginning = Beginning(1, 103.0, Retry((attempt,)), program=program)

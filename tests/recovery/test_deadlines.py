@@ -8,7 +8,8 @@ import pytest
 
 from raydist.launch.limits import ANSWER_S
 from raydist.messages.agent import DYING_S
-from raydist.node import rank_process
+from raydist.node import rank_process, ras_client
+from raydist.recovery import hang_evidence
 from raydist.recovery.deadlines import (
     MPIRUN_S,
     VICTIM_S,
@@ -62,3 +63,8 @@ def test_agents_answer_less_often_in_long_runs_and_with_many_ranks(
 
 def test_a_start_waits_longer_than_the_agent_for_a_process_that_does_not_end() -> None:
     assert rank_process.STOP_S + DYING_S < ANSWER_S, "the driver would take the agent for silent"
+
+
+def test_the_driver_waits_longer_than_the_agent_for_nccls_ras() -> None:
+    agent_s = 2 * ras_client.ALIVE_S + ras_client.ANSWER_S
+    assert agent_s < hang_evidence.RAS_S

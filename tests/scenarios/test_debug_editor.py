@@ -305,9 +305,13 @@ def test_a_session_begins_once_the_one_before_has_ended() -> None:
         threading.Timer(0.5, editor.stop_tracing).start()
         assert editor.load_debugpy() == ""
         editor.EditorSession(print, contextlib.nullcontext, print).begin()
+        editor.END_S = 1.0
+        assert "a debugger already" in editor.load_debugpy()
+        editor.END_S, editor._last_pydb = 1e6, None  # the program's own: nobody waits for its end
         assert "a debugger already" in editor.load_debugpy()
     """
-    subprocess.check_call([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    subprocess.check_call(command, cwd=ROOT, timeout=LIMIT_S)
 
 
 def test_a_rank_without_debugpy_says_what_to_install(tmp_path: Path) -> None:

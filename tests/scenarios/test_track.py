@@ -242,6 +242,7 @@ def test_a_tracker_that_cannot_costs_one_warning(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "tensorboard").write_text("no folder")
     monkeypatch.setattr("raydist.watch.trackers.END_S", 6.0)
+    monkeypatch.setattr("raydist.watch.trackers.OPEN_S", 0.0)
     monkeypatch.delenv("WANDB_MODE")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -112,7 +112,7 @@ def test_one_address_on_two_nodes_is_no_firewall() -> None:
 
 def test_long_packets_that_vanish_are_a_matter_of_the_mtu() -> None:
     (finding,) = peers(
-        4, lambda i, j: 2 in (i, j), Trip("stalled", "64 KiB did not come back within 3 s", 1e-4)
+        4, lambda i, j: 2 in (i, j), Trip("stalled", "64 KiB did not come back within 9 s", 1e-4)
     )
     assert (finding.check, finding.level, finding.nodes) == ("mtu", "fail", ("host2",))
     assert "ip link set dev eth0 mtu 1400" in finding.fix

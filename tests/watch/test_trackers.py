@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import threading
@@ -22,7 +23,7 @@ from raydist.watch.trackers.child import FailurePages, Follower, Life
 from raydist.watch.trackers.mlflow import Mlflow, plain
 from raydist.watch.trackers.tensorboard import unused
 from raydist.watch.trackers.wandb import Wandb
-from tests.records import event, line
+from tests.records import event, line, read_events
 
 OLD = Ledger(id="1", newest=Position(2, 9), sent_kinds=["failed"])
 
@@ -158,11 +159,66 @@ def test_a_tracker_that_refuses_a_page_learns_how_the_run_ended(
     happened = [event("plan", backend="gloo", world_size=1, slots=[]), event("result", status="failed", failure="x")]  # fmt: skip
     (tmp_path / "events.jsonl").write_text("".join(map(line, happened)))
     (tmp_path / "blame-1.txt").write_text("rank 0")
-    life: Any = SimpleNamespace(over=threading.Event(), called_at=0.0)
+    life: Any = SimpleNamespace(over=threading.Event(), opened=threading.Event(), called_at=0.0)
     task = Task("mlflow", str(tmp_path), "digits", {}, False, False, 0)
     tracker, said = Refusing(), list[Any]()
     follower = Follower(task, lambda **facts: said.append(facts), life)
     monkeypatch.setattr(follower, "_open", lambda: tracker)
     follower.run()
     assert tracker.ends == [Ending("failed", "x")]
-    assert "no such bucket" in said[0]["warning"]
+    assert "no such bucket" in said[-1]["warning"]
+
+
+@pytest.mark.timeout(60)
+def test_a_program_waits_no_longer_for_a_tracker_that_could_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, say = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True))
+    process = SimpleNamespace(stdout=said, stdin=io.StringIO(), poll=lambda: None)
+    monkeypatch.setattr(track, "start", lambda task, job: process)
+    monkeypatch.setattr(track, "READY_S", 1e6)
+    monkeypatch.setattr(track, "RETRY_S", 0.0)
+    with say, Events(tmp_path / "events.jsonl") as events:
+        tracker = track.TrackerProcess("mlflow", Job(dir=str(tmp_path)), events, None)
+        for opening in (True, False):
+            print(json.dumps({"opening": opening}), file=say, flush=True)
+        assert tracker.variables() == {}
+
+
+SLOW = """
+import json, time
+from types import SimpleNamespace
+
+time.sleep(4)  # as on a busy machine
+AlertLevel = SimpleNamespace(INFO="info", ERROR="error")
+sent = []
+
+def init(**facts):
+    return SimpleNamespace(
+        log=lambda values, step: sent.append(step),
+        alert=lambda *words: None,
+        finish=lambda: open("sent.json", "w").write(json.dumps(sent)),
+    )
+"""
+
+
+def test_a_short_run_waits_until_its_tracker_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed in its import, and had nothing of the run."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "trackio.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("raydist.watch.trackers.END_S", 3.0)
+    run = tmp_path / "run"
+    with (
+        Events(run / "events.jsonl") as events,
+        track.Trackers(Job(dir=str(run), track=["trackio"]), events),
+    ):
+        events.add(event("plan", backend="gloo", world_size=1, slots=[]))
+        events.add(event("report", rank=0, step=1, values={"loss": 0.5}))
+        events.add(event("result", status="finished"))
+    warned = [each["text"] for each in read_events(events.path) if each["kind"] == "warning"]
+    assert warned == []
+    assert json.loads((tmp_path / "sent.json").read_text()) == [1]

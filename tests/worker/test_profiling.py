@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from raydist.worker import context, torch_private
+from raydist.shared import kinds
+from raydist.worker import context, profiling, torch_private
 from raydist.worker.profiling import Recording
 from raydist.worker.torch_private import ProfilerTurn
 
@@ -46,3 +49,40 @@ def test_a_profile_is_made_on_the_gpu_of_its_rank(
     finally:
         context.enter(None)
     assert used == ([("raydist-profile", gpu)] if cuda else [])
+
+
+def test_steps_that_the_profiler_has_missed_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A file of them would lack what they did."""
+    ready = threading.Event()
+    ready.set()
+
+    @contextmanager
+    def profile() -> Iterator[SimpleNamespace]:
+        assert ready.wait(60)
+        yield SimpleNamespace(
+            add_metadata_json=lambda *_: None,
+            export_chrome_trace=lambda path: Path(path).write_text("{}"),
+        )
+
+    monkeypatch.setattr(torch_private, "profile_all_threads", profile)
+    monkeypatch.setattr(profiling, "START_S", 0.1)
+    reported: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    me = context.Rank(rank=1, local_rank=1, world_size=2, run_dir=tmp_path)
+    context.enter(context.Context(rank=me, emit=reported.put, beat=lambda step, phase: None))
+    try:
+        told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        recording = Recording(tmp_path / "trace", "trace", False, ProfilerTurn(), told.put)
+        assert told.get(timeout=60) == ""
+        ready.clear()
+        recording.begin(1, 2)
+        recording.note_step(2)
+        recording.note_step(3)
+        ready.set()
+        event = reported.get(timeout=60)
+    finally:
+        context.enter(None)
+    assert isinstance(event, kinds.Profiled)
+    assert (event.rank, event.path) == (1, "")
+    assert "was not ready within 0.1 s" in event.error

@@ -9,8 +9,9 @@ from dataclasses import replace
 from raydist.cluster.queue.entry import LEAVING, Entry
 from raydist.cluster.queue.order import only_on
 
-SILENT_S = 3.0
-"""Seconds without a beat after which a run is ignored: its driver is stopped, or cut off. The GCS
+SILENT_S = 8.0
+"""Seconds without a beat after which a run is ignored: its driver is stopped, or cut off. On a busy
+machine a beat may be seconds late, and another run would be asked to make way instead. The GCS
 notices within milliseconds that a driver has ended."""
 FREED_S = 2.0
 """Seconds after which Ray shows every room that was given back. It takes 0.1 s on an idle machine:

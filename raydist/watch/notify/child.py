@@ -33,6 +33,7 @@ class Notifier:
         self._task = task
         self._say = say
         self._life = life
+        life.opened.set()
         self._folder = Path(task.folder)
         self._ledger = Ledger.read(self._folder, task.name)
         notify = Notify(**task.notify)

@@ -52,7 +52,7 @@ SAVED_S = 600.0
 """Limit on the wait for a checkpoint to be complete."""
 NOT_WRITTEN = re.compile(r"\bcheckpoint (of step \d+ )?(could not be|was not) written:")
 """In the warnings of a node's writer, and of rank 0."""
-STATUS_S = 2.0
+STATUS_S = 5.0
 """Limit on the wait for agents to say what they know; an agent that does not is named."""
 
 

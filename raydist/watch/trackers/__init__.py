@@ -24,7 +24,10 @@ from raydist.reporting.points import BEFORE_ALL, Position
 from raydist.shared.whole_file import write_at_once
 
 END_S = 30.0
-"""Longest time that a tracker has after the end of a run."""
+"""Longest time that a tracker has after the end of a run, once it has tried to open its own run."""
+OPEN_S = 60.0
+"""Longest time for that: at the end of a short run, a busy machine still imports the tracker's
+library."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     python -m raydist.watch.trackers.child    reads a Task as a line of JSON; ends with the run
 
-It prints lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`.
+It prints lines of JSON: `warning`, `track` (where a person finds the run), `variables`, `ready`,
+`opening` (whether it tries for the first time to open the tracker's run).
 The output of libraries goes to logs/track-NAME.log of the run folder.
 """
 
@@ -28,7 +29,7 @@ from raydist.shared import kinds
 from raydist.shared.events import parse_event
 from raydist.shared.kinds import Event
 from raydist.shared.record_names import EVENTS
-from raydist.watch.trackers import END_S, Ending, Ledger, Measured, Task, Tracker
+from raydist.watch.trackers import END_S, OPEN_S, Ending, Ledger, Measured, Task, Tracker
 
 CLASSES = {
     "tensorboard": "TensorBoard",
@@ -59,9 +60,14 @@ class Life(threading.Thread):
     """
 
     def __init__(self, name: str, say: Say, end_s: float) -> None:
-        """Remember the driver. `end_s`: the longest time of this process after the run's end."""
+        """Remember the driver.
+
+        `end_s`: the longest time of this process after the run's end, once it is `opened`.
+        """
         super().__init__(daemon=True)
         self.over = threading.Event()
+        self.opened = threading.Event()
+        """Set once the receiver of the events was opened, or could not be."""
         self.called_at = 0.0
         """When the pending call began, on the monotonic clock; 0 if there is none."""
         self._name = name
@@ -79,6 +85,7 @@ class Life(threading.Thread):
                     "without it"
                 )
         self.over.set()
+        self.opened.wait(OPEN_S)
         time.sleep(self._end_s + LOOK_S)  # the driver, if it is alive, ends this process earlier
         os.killpg(0, signal.SIGKILL)
 
@@ -235,7 +242,7 @@ class Follower:
     def _bring_up_to_date(self, over: bool = False) -> None:
         """Write the waiting rows and failure pages. `over`: the run is over."""
         if self._tracker is None and self._wanted():
-            self._tracker = self._open()
+            self._tracker = self._open_and_tell()
         if self._tracker is None:
             return
         if self._task.name == "kubeflow":  # it shows the newest state, final or not
@@ -263,6 +270,17 @@ class Follower:
                 row.step is not None for row in self._rows.queue
             )
         return self._placed
+
+    def _open_and_tell(self) -> Tracker:
+        """Open the tracker's run; tell the driver, which waits for it, of the first try."""
+        if self._life.opened.is_set():
+            return self._open()
+        self._say(opening=True)
+        try:
+            return self._open()
+        finally:
+            self._life.opened.set()
+            self._say(opening=False)
 
     def _open(self) -> Tracker:
         kind = import_module(f"raydist.watch.trackers.{self._task.name}")
