@@ -235,7 +235,7 @@ ATTRIBUTES, PARAMETERS = 12, 6
 """Maximum of attributes that the methods of a class assign, and of parameters of a function."""
 LARGER = {
     # The cluster, the rules for replacing nodes, and the state of each bundle decide together.
-    "launch.standby:StandbyNodes": 15,
+    "launch.standby:StandbyNodes": 14,
     # One for each thing in which servers differ; all but three by keyword.
     "node.fork_launcher:ForkServer.launch": 7,
     # Public: one for each thing that a job has; all but the first by keyword.
