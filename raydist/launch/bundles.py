@@ -25,6 +25,9 @@ NAME = "raydist-"
 NODE_ID = "ray.io/node-id"
 """The label with a node's id, which Ray sets."""
 
+MANY = 16
+"""Groups from which one call for all of the cluster is quicker than one for each."""
+
 Groups = dict[int, tuple[Any, int]]
 """By bundle of a run: its placement group, and its index in that group."""
 
@@ -127,15 +130,18 @@ def drop_bundles(groups: Groups) -> None:
 
 
 def _look(groups: Groups) -> dict[int, tuple[str, str]]:
-    """Return, by bundle, the state of its placement group, and the id of its node or nothing.
-
-    In one call, which is quick also for a run on hundreds of nodes.
-    """
+    """Return, by bundle, the state of its placement group, and the id of its node or nothing."""
     from ray.util.placement_group import placement_group_table
 
-    tables = placement_group_table()
+    own = {group.id.hex(): group for group, _ in groups.values()}
+    # The table of all has those of ended runs, too.
+    tables = (
+        placement_group_table()
+        if len(own) > MANY
+        else {id: placement_group_table(group) for id, group in own.items()}
+    )
     found = {}
     for bundle, (group, index) in groups.items():
-        table = tables.get(group.id.hex(), {"state": "REMOVED", "bundles_to_node_id": {}})
+        table = tables[group.id.hex()]
         found[bundle] = table["state"], table["bundles_to_node_id"].get(index, "")
     return found
