@@ -5,8 +5,8 @@ rendezvous, started ranks.
 
     actors.py             The actors of a worker group: one per rank, in its bundle, and one per
                           standby node
-    bundles.py            The placement groups of a run's bundles, and which bundles have lost their
-                          node
+    bundles.py            The placement groups of a run: one for each of its nodes, with the bundles
+                          there
     calls.py              One request to the agent of each rank, all at once
     changes.py            Settings that a person has changed in a run, which each later attempt
                           repeats

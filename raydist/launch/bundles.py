@@ -19,14 +19,15 @@ from typing import Any
 
 from raydist.cluster.connect import own_actor
 from raydist.cluster.nodes import Node, ResourceRequest
+from raydist.shared import signals
 
 NAME = "raydist-"
 """Prefix of the names of placement groups that an actor has created."""
 NODE_ID = "ray.io/node-id"
 """The label with a node's id, which Ray sets."""
 
-MANY = 16
-"""Groups from which one call for all of the cluster is quicker than one for each."""
+MANY = 256
+"""Groups from which one call for all of the cluster is taken, which has those of ended runs too."""
 
 Groups = dict[int, tuple[Any, int]]
 """By bundle of a run: its placement group, and its index in that group."""
@@ -78,13 +79,15 @@ def create_on_one_node(
     return {bundle: (group, index) for index, bundle in enumerate(bundles)}
 
 
-def create_on(request: ResourceRequest, nodes: Sequence[str]) -> Groups:
-    """Create a placement group on each of these nodes. `nodes`: the id of that of each bundle."""
-    groups: Groups = {}
-    for node in dict.fromkeys(nodes):
-        there = [bundle for bundle, id in enumerate(nodes) if id == node]
-        groups |= create_on_one_node(request, there, node=node)
-    return groups
+def create_on(request: ResourceRequest, nodes: Sequence[str], groups: Groups) -> None:
+    """Create a placement group on each of these nodes; add each to `groups` at once.
+
+    `nodes`: the id of the node of each bundle.
+    """
+    with signals.passed_to(lambda _: None):  # a Ctrl-C would leave one that nobody knows
+        for node in dict.fromkeys(nodes):
+            there = [bundle for bundle, id in enumerate(nodes) if id == node]
+            groups |= create_on_one_node(request, there, node=node)
 
 
 def placed_on(groups: Groups, nodes: Sequence[Node]) -> dict[int, Node]:
@@ -117,16 +120,25 @@ def drop_bundle(groups: Groups, bundle: int) -> None:
     """Forget a bundle, and remove its placement group if that has no other one of the run."""
     from ray.util.placement_group import remove_placement_group
 
-    group, _ = groups[bundle]
-    if all(other is not group for each, (other, _) in groups.items() if each != bundle):
-        remove_placement_group(group)  # first: a Ctrl-C may come in between
+    if not is_shared(groups, bundle):
+        remove_placement_group(groups[bundle][0])  # first: a Ctrl-C may come in between
     del groups[bundle]
+
+
+def is_shared(groups: Groups, bundle: int) -> bool:
+    """Return whether the placement group of a bundle has another bundle of the run.
+
+    Then the bundle can't be given back: Ray frees only whole groups.
+    """
+    group, _ = groups[bundle]
+    return any(other is group for each, (other, _) in groups.items() if each != bundle)
 
 
 def drop_bundles(groups: Groups) -> None:
     """Remove all placement groups."""
-    for bundle in list(groups):
-        drop_bundle(groups, bundle)
+    with signals.passed_to(lambda _: None):  # a Ctrl-C would leave the rest in a notebook
+        for bundle in list(groups):
+            drop_bundle(groups, bundle)
 
 
 def _look(groups: Groups) -> dict[int, tuple[str, str]]:
@@ -134,7 +146,6 @@ def _look(groups: Groups) -> dict[int, tuple[str, str]]:
     from ray.util.placement_group import placement_group_table
 
     own = {group.id.hex(): group for group, _ in groups.values()}
-    # The table of all has those of ended runs, too.
     tables = (
         placement_group_table()
         if len(own) > MANY

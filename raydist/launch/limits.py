@@ -14,7 +14,7 @@ CLOSE_S = 2.0
 """For agents to close before their actors are killed."""
 LOAD_S = 5.0
 """For nodes to report how busy they are; one that does not answer is left out."""
-EXAMINE_S = 5.0
+EXAMINE_S = 7.0
 """For agents to examine their ranks; a rank whose agent does not answer is left out."""
 SILENT_S = 5.0
 """After a stop's grace period, for every agent to report the end of its rank."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import time
 from collections import Counter
@@ -100,9 +99,10 @@ def placed_group(
                 keep_s = min(job.scale.keep_warm_s, kept_server.most_s())
                 connect.keep_workers(actors.by_node(), keep_s)
         finally:
-            with signals.passed_to(lambda _: None):  # a Ctrl-C would leave the rest in a notebook
+            try:
                 if actors is not None:
                     actors.kill_all()
+            finally:
                 bundles.drop_bundles(groups if actors is None else actors.groups)
 
 
@@ -249,7 +249,8 @@ def groups_in_turn(
         fitted = turn.fit(request)
         groups: Groups = {}
         try:
-            placed = place_on(fitted, nodes_with_room(job, fitted, address, events), PLACE_S)
+            chosen = nodes_with_room(job, fitted, address, events)
+            placed = place_on(fitted, chosen, PLACE_S, turn.check)
             waiting = Waiting(turn.patience(job.scale.wait_s), events)
             for last in (False, True):
                 if placed is not None:
@@ -261,7 +262,8 @@ def groups_in_turn(
                     placed = groups, nodes
                 else:
                     bundles.drop_bundles(groups)
-                    placed = place_on(fitted, [node.id for node in nodes], PLACE_AGAIN_S)
+                    found = [node.id for node in nodes]
+                    placed = place_on(fitted, found, PLACE_AGAIN_S, turn.check)
             assert placed is not None
             groups, nodes = placed
             turn.note_placement(nodes)
@@ -291,21 +293,29 @@ def nodes_with_room(
 
 
 def place_on(
-    request: ResourceRequest, nodes: Sequence[str] | None, within_s: float
+    request: ResourceRequest,
+    nodes: Sequence[str] | None,
+    within_s: float,
+    check: Callable[[], None],
 ) -> tuple[Groups, list[Node]] | None:
     """Return placement groups on these nodes, and the node of each bundle.
 
     None if they have no room, or no longer. `nodes`: the id of that of each bundle. `within_s`: how
-    long Ray may take, longer for many.
+    long Ray may take, longer for many. `check`: may raise meanwhile.
     """
     if nodes is None:
         return None
+    groups, found = Groups(), dict[int, Node]()
     until = time.monotonic() + longest(within_s, len(nodes))
-    groups, found = bundles.create_on(request, nodes), dict[int, Node]()
     try:
-        if all(
-            held.wait(max(1, math.ceil(until - time.monotonic()))) for held, _ in groups.values()
-        ):
+        bundles.create_on(request, nodes, groups)
+        waiting = [held for held, _ in groups.values()]
+        while waiting := [held for held in waiting if not held.wait(WAIT_S)]:
+            signals.raise_again()
+            if time.monotonic() > until:
+                break
+            check()
+        if not waiting:
             found = bundles.placed_on(groups, alive_nodes())
     finally:
         if len(found) < len(nodes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -169,9 +168,8 @@ class StandbyNodes:
         used = with_ranks or self._bundles_in_use(placed)
         if self._unusable.forget_old():
             waiting = {*bundles.waiting_bundles(self._actors.groups)} - with_ranks
-            for bundle in waiting - self._avoiding_since.keys():
-                # It is requested again, and may be on these nodes then.
-                bundles.drop_bundle(self._actors.groups, bundle)
+            for bundle in waiting - self._avoiding_since.keys() - placed.keys():
+                self._drop(bundle)  # it is requested again, and may be on these nodes then
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
             if gone or self._unusable.judge(warm.node, warm.first_reply):
@@ -181,7 +179,7 @@ class StandbyNodes:
         most = self._max if self.elastic else len(self._actors.plan.request.bundles)
         if self.elastic and not self.turn.may_grow():
             most = self._min
-            self._drop_unused(used)
+            self._drop_unused(used, placed)
             placed = {each: node for each, node in placed.items() if each in self._actors.groups}
         taken = self._unusable.ids() | {
             node.id for bundle, node in placed.items() if bundle in used or bundle in self._warm
@@ -194,7 +192,7 @@ class StandbyNodes:
                 self._open(bundle, node)
                 taken.add(node.id)
             else:  # the bundle's node has another bundle, can't be used, or is avoided
-                bundles.drop_bundle(self._actors.groups, bundle)
+                self._drop(bundle)
         self._request_nodes(placed, most)
         return placed
 
@@ -239,12 +237,20 @@ class StandbyNodes:
         roomy = [node for node in fit if fit_count(node.free, request.bundles[0])]
         return [node.id for node in roomy if not self._reason_to_avoid(node, True)]
 
-    def _drop_unused(self, used: Collection[int]) -> None:
-        """Give back what the run does not need while another run waits for room."""
-        for bundle in sorted(self._actors.groups, reverse=True):
-            if len(self._actors.groups) <= self._min:
-                break
-            if bundle not in used:
+    def _drop(self, bundle: int) -> None:
+        """Give back a bundle without actors, unless Ray would keep its room for others."""
+        if not bundles.is_shared(self._actors.groups, bundle):
+            bundles.drop_bundle(self._actors.groups, bundle)
+
+    def _drop_unused(self, used: Collection[int], placed: Collection[int]) -> None:
+        """Give back the bundles without ranks that the run can do without: another run waits.
+
+        A node whose actor alone was lost gets another one.
+        """
+        groups = self._actors.groups
+        with_ranks = {slot.bundle for slot in self._actors.plan.slots} & {*placed}
+        for bundle in sorted(groups.keys() - {*used} - with_ranks, reverse=True):
+            if len(groups) > self._min and not bundles.is_shared(groups, bundle):
                 self._warm.pop(bundle, None)
                 self._avoiding_since.pop(bundle, None)
                 self._give_back(bundle)
@@ -259,12 +265,11 @@ class StandbyNodes:
 
         None if the run has its minimum. Ray frees only whole placement groups.
         """
-        shared = Counter(id(group) for group, _ in self._actors.groups.values())
         groups, leads = self._actors.groups, self._actors.plan.leads
         own = [
             slot
             for slot in leads
-            if slot.bundle in groups and shared[id(groups[slot.bundle][0])] == 1
+            if slot.bundle in groups and not bundles.is_shared(groups, slot.bundle)
         ]
         return [slot.node.id for slot in own[::-1]][: max(0, len(leads) - self._min)]
 

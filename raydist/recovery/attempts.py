@@ -205,7 +205,7 @@ class Attempts:
     def _leave(self, job: Job, group: WorkerGroup, retry: Retry) -> None:
         """Save the last state: the job will be placed again, and leaves this group.
 
-        All ranks leave, not only those on drained nodes: Ray cannot move part of a placement group.
+        All ranks leave, not only those on drained nodes: the run is placed anew as a whole.
         """
         self._elsewhere = retry
         last = self._past[-1]

@@ -1,8 +1,8 @@
 """Find out whether the cluster has room for another trial now, or can ever have it. (driver)
 
-A trial is one placement group, which Ray places as a whole or not at all: two trials never hold a
-part each. It is started only when there is room for all of it, and while every other trial has its
-slots: free nodes thus go to a trial that has lost one.
+A trial is placed as a whole or not at all: two trials never hold a part each. It is started only
+when there is room for all of it, and while every other trial has its slots: free nodes thus go to a
+trial that has lost one.
 """
 
 from __future__ import annotations

@@ -321,7 +321,8 @@ def plan_as_text(
     yield f"nodes {view.source}"
     yield wording.plan_line(kinds.Plan(**plan.as_event()))
     bundles = f"{counted(len(request.bundles), 'bundle')} of {amounts(request.bundles[0])}"
-    yield f"group one placement group, {request.strategy}: {bundles}{labels}"
+    where = " on each node" if len(plan.nodes) > 1 else ""
+    yield f"group one placement group{where}, {request.strategy}: {bundles}{labels}"
     yield from wording.table(wording.slot_rows(plan.as_event()["slots"]))
     if any(fit_count(node.free, request.bundles[0]) == 0 for node in plan.nodes):
         yield f"waits {describe_shortage(request, view.nodes).removeprefix('waiting ')}"

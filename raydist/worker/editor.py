@@ -226,7 +226,8 @@ def load_debugpy() -> str:
         return "its debugpy is too old; type pip install -U debugpy on its node"
     until = time.monotonic() + END_S
     while (active := pydevd.get_global_debugger()) is not None:
-        if active is not _last_pydb or time.monotonic() > until:
+        # While `begin` is in settrace, the debugger is ours too.
+        if (active is not _last_pydb and not _traced) or time.monotonic() > until:
             return "the program has a debugger already"
         time.sleep(0.02)
     return ""

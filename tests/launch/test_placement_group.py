@@ -144,5 +144,5 @@ def test_nodes_that_have_just_been_taken_are_not_waited_for(
     groups = RayGroups(monkeypatch, [])
     monkeypatch.setattr(placement_group, "alive_nodes", lambda: there)
     request, ids = placement.resources_for(job(2), there), [each.id for each in there]
-    assert placement_group.place_on(request, ids, 1) is None
+    assert placement_group.place_on(request, ids, -1.0, lambda: None) is None
     assert groups.removed == ["group-0", "group-1"]

@@ -146,3 +146,19 @@ def test_bundles_with_ranks_stay_when_a_node_may_be_tried_again(
         made.refresh()
     assert groups.tables["group-2"]["bundles_to_node_id"] == {0: node(3).id}
     assert "group-2" not in groups.removed
+
+
+def test_a_node_whose_actor_alone_was_lost_is_not_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another run that waits gets nodes only by `queue.shrink`."""
+    nodes = [node(1), node(2)]
+    made, actors, groups, _ = growing(monkeypatch, nodes, [])
+    made.refresh()
+    grown = placement.resize_plan(actors.plan, {0: nodes[0], 1: nodes[1]}, 1, 2)
+    assert grown is not None
+    actors.plan = grown
+    monkeypatch.setattr(made, "turn", SimpleNamespace(may_grow=lambda: False))
+    made._lost_bundles.add((1, node(2).id))
+    made.refresh(running=False)
+    assert "group-1" not in groups.removed

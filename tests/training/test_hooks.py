@@ -360,8 +360,7 @@ def test_the_last_evaluation_of_an_earlier_run_is_not_that_of_a_restarted_one(
         torch.manual_seed(0)
         descriptor = memory()
         Kept(job, descriptor)
-        here = context.current()
-        here.rank = replace(here.rank, run_dir=Path("runs/later"))
+        os.environ["RAYDIST_RUN_DIR"] = "runs/later"
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
         os.environ["RAYDIST_RESUME"] = "checkpoints/step-00000004"
         return Kept(job, descriptor)  # the same state as in the checkpoint
