@@ -4,6 +4,7 @@ side)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -14,8 +15,10 @@ from torch.utils.data import Dataset, default_collate
 
 from raydist.settings.config import Job
 from raydist.settings.mesh import check_chunks, mesh_shape
+from raydist.shared import env_names
 from raydist.shared.errors import ConfigError, nearest
 from raydist.state.snapshot import cloned
+from raydist.state.snapshot_layout import State
 from raydist.training import data, models, optim, sources
 from raydist.training.blocks import of_transformers, without_cache
 from raydist.training.checkpointer import Checkpointer, ShardCheckpointer, WholeCheckpointer
@@ -208,6 +211,15 @@ def check_best(best: str | None, metrics: Collection[str]) -> None:
         )
 
 
+def of_this_run(job: Job, state: State) -> bool:
+    """Return whether a state was kept or saved by this run, not by one that it resumes.
+
+    A state in memory, which has no settings, was; each restart by torchrun has another run folder.
+    """
+    saved_in = state["config"].get("dir") if "config" in state else job.dir
+    return saved_in == job.dir or env_names.RUN_DIR not in os.environ
+
+
 def begin_or_resume(
     job: Job,
     model: RankModel,
@@ -222,6 +234,8 @@ def begin_or_resume(
     if found is not None:
         source = found.source(order.rank, order.world_size)
         order.go_on(cloned(position), cloned(source))
+        if not of_this_run(job, found.state):
+            position = {**position, "results": {}}
     progress = TrainingProgress(job, order, step, position)
     schedule = optim.schedule(job.optim, model.optimizer, progress.course(job, order))
     uneven = [] if order.even else order.shares

@@ -12,7 +12,6 @@ import torch
 from raydist.settings.changeable import CHANGEABLE, Number, Values, value_of, with_values
 from raydist.settings.config import Job
 from raydist.settings.mesh import mesh_shape
-from raydist.shared import env_names
 from raydist.state.snapshot_layout import State
 from raydist.training import optim, sources
 from raydist.training.data import Order
@@ -35,8 +34,7 @@ class TrainingProgress:
         self.results: dict[str, float] = {}
         """Those of the evaluation after the last step; empty: there was none. A later run evaluates
         once more: its test samples may be others."""
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if restarted and position.get("run") == os.environ.get(env_names.RUN_DIR, ""):
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             self.results |= position.get("results", {})
         per_epoch, epochs = order.steps_per_epoch, job.train.epochs
         after = order.steps_left + (epochs - order.epoch - 1) * per_epoch
@@ -133,7 +131,6 @@ class TrainingState:
             "warmed": progress.warmed,
             "unevaluated": progress.unevaluated,
             "results": progress.results,
-            "run": os.environ.get(env_names.RUN_DIR, ""),
             "changed": {name: [*values] for name, values in self._changes.items()},
         }
 

@@ -15,7 +15,7 @@ from raydist.launch import limits
         (limits.NETWORK_S, 2.0, 5.4),
         (limits.CLOSE_S, 2.0, 5.4),
         (limits.LOAD_S, 5.0, 8.4),
-        (limits.EXAMINE_S, 5.0, 8.4),
+        (limits.EXAMINE_S, 7.0, 10.4),
         (limits.SILENT_S, 5.0, 8.4),
     ],
 )

@@ -23,6 +23,7 @@ import raydist
 from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
 from raydist.state.snapshot import SnapshotBuffer
 from raydist.state.snapshot_layout import SAVE_SLOT
+from raydist.training.fit import of_this_run
 from raydist.worker import context
 from tests.ranks import RankResult, run_ranks, succeeded
 from tests.training import test_own_loss
@@ -351,23 +352,23 @@ def test_a_restart_after_the_end_leaves_what_the_last_evaluation_has_changed(
     assert [*restarted.hooked] == again
 
 
-def test_the_last_evaluation_of_an_earlier_run_is_not_that_of_a_restarted_one(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("state", "ours"),
+    [
+        ({"config": {"dir": "runs/first"}}, False),
+        ({"config": {"dir": "runs/second"}}, True),
+        ({}, True),
+    ],
+)
+def test_a_run_evaluates_what_it_resumes_though_that_was_evaluated(
+    state: dict[str, Any], ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that resumes a finished one may have other test samples."""
-
-    def resume(job: Job) -> Kept:
-        torch.manual_seed(0)
-        descriptor = memory()
-        Kept(job, descriptor)
-        os.environ["RAYDIST_RUN_DIR"] = "runs/later"
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-        os.environ["RAYDIST_RESUME"] = "checkpoints/step-00000004"
-        return Kept(job, descriptor)  # the same state as in the checkpoint
-
-    job = replace(BASE, snapshot=Snapshot(every=3), checkpoint=Checkpoint(every=2))
-    (rank,) = succeeded(run_ranks(1, job, resume, tmp_path))
-    assert [*rank.value.hooked] == [4]
+    """Its test samples may be others. After its restart it took the results for its own."""
+    job = replace(BASE, dir="runs/second")
+    monkeypatch.setenv("RAYDIST_RUN_DIR", "runs/second")
+    assert of_this_run(job, state) is ours
+    monkeypatch.delenv("RAYDIST_RUN_DIR")
+    assert of_this_run(job, state)  # torchrun's next attempt composes another folder
 
 
 @pytest.mark.parametrize(("steps", "evaluate_every"), [(6, 1), (4, 2)])
