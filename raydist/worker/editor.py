@@ -36,8 +36,10 @@ CONFIGURED = "configurationDone"
 
 _traced = False
 """Whether debugpy traces threads of this process."""
+_BEGINS = object()
 _last_pydb: object = None
-"""debugpy's debugger of our last session. The program may have begun another one."""
+"""debugpy's debugger of our last session; _BEGINS while debugpy makes it. The program may have
+begun another one."""
 Hold = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -101,7 +103,7 @@ class EditorSession:
         global _traced, _last_pydb
         with socket.create_server((HERE, 0)) as listener:
             spare_own_threads()
-            _traced = True
+            _traced, _last_pydb = True, _BEGINS
             pydevd.settrace(
                 host=HERE,
                 port=listener.getsockname()[1],
@@ -226,8 +228,7 @@ def load_debugpy() -> str:
         return "its debugpy is too old; type pip install -U debugpy on its node"
     until = time.monotonic() + END_S
     while (active := pydevd.get_global_debugger()) is not None:
-        # While `begin` is in settrace, the debugger is ours too.
-        if (active is not _last_pydb and not _traced) or time.monotonic() > until:
+        if _last_pydb not in (active, _BEGINS) or time.monotonic() > until:
             return "the program has a debugger already"
         time.sleep(0.02)
     return ""
