@@ -31,6 +31,8 @@ MANY = 256
 
 Groups = dict[int, tuple[Any, int]]
 """By bundle of a run: its placement group, and its index in that group."""
+Seen = dict[int, tuple[str, str]]
+"""By bundle: the state of its placement group in Ray's table, and the id of its node or nothing."""
 
 
 def group_name() -> str:
@@ -90,30 +92,41 @@ def create_on(request: ResourceRequest, nodes: Sequence[str], groups: Groups) ->
             groups |= create_on_one_node(request, there, node=node)
 
 
-def placed_on(groups: Groups, nodes: Sequence[Node]) -> dict[int, Node]:
+def see_bundles(groups: Groups) -> Seen:
+    """Ask Ray for the state and the node of each bundle."""
+    from ray.util.placement_group import placement_group_table
+
+    own = {group.id.hex(): group for group, _ in groups.values()}
+    tables = (
+        placement_group_table()
+        if len(own) > MANY
+        else {id: placement_group_table(group) for id, group in own.items()}
+    )
+    found: Seen = {}
+    for bundle, (group, index) in groups.items():
+        table = tables[group.id.hex()]
+        found[bundle] = table["state"], table["bundles_to_node_id"].get(index, "")
+    return found
+
+
+def placed_on(seen: Seen, nodes: Sequence[Node]) -> dict[int, Node]:
     """Return the node of each bundle that is on one of these."""
     by_id = {node.id: node for node in nodes}
     placed = {}
-    for bundle, (state, node) in _look(groups).items():
+    for bundle, (state, node) in seen.items():
         if state != "REMOVED" and node in by_id:
             placed[bundle] = by_id[node]
     return placed
 
 
-def lost_bundles(groups: Groups) -> list[int]:
+def lost_bundles(groups: Groups, seen: Seen) -> list[int]:
     """Return the bundles whose node Ray has declared dead, and that have no other one.
 
     Not those of a group that still has bundles on other nodes: Ray gives them a node.
     """
-    looked = _look(groups)
-    lost = {bundle for bundle, seen in looked.items() if seen == ("RESCHEDULING", "")}
+    lost = {bundle for bundle, each in seen.items() if each == ("RESCHEDULING", "")}
     in_use = {id(groups[bundle][0]) for bundle in groups.keys() - lost}
     return [bundle for bundle in sorted(lost) if id(groups[bundle][0]) not in in_use]
-
-
-def waiting_bundles(groups: Groups) -> list[int]:
-    """Return the bundles that have no node."""
-    return [bundle for bundle, (_, node) in _look(groups).items() if not node]
 
 
 def drop_bundle(groups: Groups, bundle: int) -> None:
@@ -139,20 +152,3 @@ def drop_bundles(groups: Groups) -> None:
     with signals.passed_to(lambda _: None):  # a Ctrl-C would leave the rest in a notebook
         for bundle in list(groups):
             drop_bundle(groups, bundle)
-
-
-def _look(groups: Groups) -> dict[int, tuple[str, str]]:
-    """Return, by bundle, the state of its placement group, and the id of its node or nothing."""
-    from ray.util.placement_group import placement_group_table
-
-    own = {group.id.hex(): group for group, _ in groups.values()}
-    tables = (
-        placement_group_table()
-        if len(own) > MANY
-        else {id: placement_group_table(group) for id, group in own.items()}
-    )
-    found = {}
-    for bundle, (group, index) in groups.items():
-        table = tables[group.id.hex()]
-        found[bundle] = table["state"], table["bundles_to_node_id"].get(index, "")
-    return found

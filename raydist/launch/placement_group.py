@@ -181,9 +181,10 @@ class RayHosts(Hosts):
         """Return the node of each bundle that has one; request others for those that are lost."""
         groups, plan = self._actors.groups, self._actors.plan
         spread = plan.request.strategy == "STRICT_SPREAD"
-        placed = bundles.placed_on(groups, alive_nodes())
+        seen = bundles.see_bundles(groups)
+        placed = bundles.placed_on(seen, alive_nodes())
         node_of = {slot.bundle: slot.node.id for slot in plan.slots}
-        lost = set(bundles.lost_bundles(groups))
+        lost = set(bundles.lost_bundles(groups, seen))
         if spread:  # two that were requested at the same time may have been given the same node
             first = {node.id: bundle for bundle, node in reversed(placed.items())}
             lost |= {bundle for bundle, node in placed.items() if first[node.id] != bundle}
@@ -257,7 +258,7 @@ def groups_in_turn(
                     break
                 held = create_group(fitted, len(fitted.bundles))
                 groups = {bundle: (held, bundle) for bundle in range(len(fitted.bundles))}
-                nodes = wait_until_placed(held, fitted, waiting, turn.check)
+                nodes = wait_until_placed(groups, fitted, waiting, turn.check)
                 if last or len({node.id for node in nodes}) == 1:
                     placed = groups, nodes
                 else:
@@ -316,7 +317,7 @@ def place_on(
                 break
             check()
         if not waiting:
-            found = bundles.placed_on(groups, alive_nodes())
+            found = bundles.placed_on(bundles.see_bundles(groups), alive_nodes())
     finally:
         if len(found) < len(nodes):
             bundles.drop_bundles(groups)
@@ -344,41 +345,20 @@ def remove_orphans() -> None:
 
 
 def wait_until_placed(
-    held: Any, request: ResourceRequest, waiting: Waiting, check: Callable[[], None]
+    groups: Groups, request: ResourceRequest, waiting: Waiting, check: Callable[[], None]
 ) -> list[Node]:
     """Wait until every bundle has a node, and return the nodes; report missing resources.
 
-    `check`: may raise while there is no room.
+    `groups`: one of all bundles. `check`: may raise while there is no room.
     """
+    held, _ = groups[0]
     while True:
-        placed = held.wait(WAIT_S)
+        is_placed = held.wait(WAIT_S)
         nodes = alive_nodes()
-        found = bundle_nodes(held, nodes) if placed else None
-        if found is not None:
-            return found
+        found = bundles.placed_on(bundles.see_bundles(groups), nodes)
+        if is_placed and len(found) == len(groups):
+            return [found[bundle] for bundle in sorted(found)]
         check()
-        waiting.report(
-            shortage.describe_missing(request, nodes, _bundles(held)["bundles_to_node_id"].values())
-        )
+        there = [node.id for node in found.values()]
+        waiting.report(shortage.describe_missing(request, nodes, there))
         time.sleep(POLL_S)
-
-
-def bundle_nodes(held: Any, nodes: Sequence[Node]) -> list[Node] | None:
-    """Return the node of each bundle; None if a bundle has none, or its node is not alive.
-
-    `nodes`: those that are alive. The source is the placement group's table, which is known before
-    any actor starts.
-    """
-    alive = {node.id: node for node in nodes}
-    table = _bundles(held)
-    placed: Mapping[int, str] = table["bundles_to_node_id"]
-    if table["state"] != "CREATED" or not alive.keys() >= set(placed.values()):
-        return None
-    return [alive[placed[bundle]] for bundle in sorted(placed)]
-
-
-def _bundles(held: Any) -> Any:
-    """Return the placement group's entry in Ray's table."""
-    from ray.util.placement_group import placement_group_table
-
-    return placement_group_table(held)

@@ -160,15 +160,16 @@ class StandbyNodes:
         count as used; the supervisor notices the end of a lost rank.
         """
         with_ranks = {slot.bundle for slot in self._actors.plan.slots} if running else set[int]()
-        for bundle in bundles.lost_bundles(self._actors.groups):
+        seen = bundles.see_bundles(self._actors.groups)
+        for bundle in bundles.lost_bundles(self._actors.groups, seen):
             if bundle not in with_ranks:  # the supervisor may start its actors
                 bundles.drop_bundle(self._actors.groups, bundle)
                 self._avoiding_since.pop(bundle, None)
-        placed = self._node_by_bundle()
+        placed = bundles.placed_on(seen, self._nodes())
         used = with_ranks or self._bundles_in_use(placed)
         if self._unusable.forget_old():
-            waiting = {*bundles.waiting_bundles(self._actors.groups)} - with_ranks
-            for bundle in waiting - self._avoiding_since.keys() - placed.keys():
+            waiting = {bundle for bundle, (_, node) in seen.items() if not node} - with_ranks
+            for bundle in (waiting & self._actors.groups.keys()) - self._avoiding_since.keys():
                 self._drop(bundle)  # it is requested again, and may be on these nodes then
         for bundle, warm in list(self._warm.items()):
             gone = bundle not in placed or placed[bundle].id != warm.node.id
@@ -396,7 +397,7 @@ class StandbyNodes:
 
     def _node_by_bundle(self) -> dict[int, Node]:
         """Return the node of each placed bundle, if that node is alive and not draining."""
-        return bundles.placed_on(self._actors.groups, self._nodes())
+        return bundles.placed_on(bundles.see_bundles(self._actors.groups), self._nodes())
 
     def _open(self, bundle: int, node: Node) -> None:
         """Start the fork server of a node, without waiting for it."""
