@@ -212,10 +212,13 @@ def check_best(best: str | None, metrics: Collection[str]) -> None:
 
 
 def of_this_run(job: Job, state: State) -> bool:
-    """Return whether a state was kept or saved by this run, not by one that it resumes.
+    """Return whether a state was kept or saved by an earlier attempt of this run.
 
-    A state in memory, which has no settings, was; each restart by torchrun has another run folder.
+    A later run evaluates it once more: its test samples may be others. A state in memory, which has
+    no settings, is of this run; each restart by torchrun has another run folder.
     """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
     saved_in = state["config"].get("dir") if "config" in state else job.dir
     return saved_in == job.dir or env_names.RUN_DIR not in os.environ
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -31,11 +30,8 @@ class TrainingProgress:
         """The loss of the last step; None: it is not known."""
         self.unevaluated: bool = position.get("unevaluated", False)
         """Whether an evaluation after the last step is to come (`train.evaluate_steps`)."""
-        self.results: dict[str, float] = {}
-        """Those of the evaluation after the last step; empty: there was none. A later run evaluates
-        once more: its test samples may be others."""
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            self.results |= position.get("results", {})
+        self.results: dict[str, float] = position.get("results", {})
+        """Those of the evaluation after the last step; empty: there was none."""
         per_epoch, epochs = order.steps_per_epoch, job.train.epochs
         after = order.steps_left + (epochs - order.epoch - 1) * per_epoch
         self.steps = job.train.steps or step + (after if order.epoch < epochs else 0)

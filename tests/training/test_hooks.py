@@ -365,6 +365,7 @@ def test_a_run_evaluates_what_it_resumes_though_that_was_evaluated(
 ) -> None:
     """Its test samples may be others. After its restart it took the results for its own."""
     job = replace(BASE, dir="runs/second")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("RAYDIST_RUN_DIR", "runs/second")
     assert of_this_run(job, state) is ours
     monkeypatch.delenv("RAYDIST_RUN_DIR")
