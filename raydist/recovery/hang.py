@@ -42,7 +42,9 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         events: Events,
         logs: Path,
         post: Callable[[ConfirmedHang], None],
+        program: bool = False,
     ) -> None:
+        """`program`: whether the ranks run a program (script=)."""
         self._group = group
         self._settings = settings
         self._events = events
@@ -51,7 +53,7 @@ class HangMonitor(AbstractContextManager["HangMonitor"]):
         self._lock = threading.Lock()
         """Guards everything below. Events has its own lock, which is taken inside this one, never
         around it."""
-        self._stalls = StallCheck(settings, deadlines.late_answer(len(group.plan.slots)))
+        self._stalls = StallCheck(settings, deadlines.late_answer(len(group.plan.slots)), program)
         self._unheard: dict[int, Beat] = {}
         """The last heartbeat of ranks whose agents were silent."""
         self._examining = False

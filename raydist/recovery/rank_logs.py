@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import IO
@@ -17,12 +18,15 @@ class RankLogs(AbstractContextManager["RankLogs"]):
         self._folder = folder
         self._ranks = ranks
         self._files: list[IO[bytes]] = []
+        self._begins: list[int] = []
+        """The size of each log when the attempt began, in bytes."""
         self._stack = ExitStack()
 
     def __enter__(self) -> RankLogs:
         self._folder.mkdir(parents=True, exist_ok=True)
         paths = (self.path(rank) for rank in range(self._ranks))
         self._files = [self._stack.enter_context(path.open("ab", buffering=0)) for path in paths]
+        self._begins = [os.fstat(file.fileno()).st_size for file in self._files]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,7 +48,10 @@ class RankLogs(AbstractContextManager["RankLogs"]):
                     file.write(nccl)
 
     def tail(self, rank: int) -> str:
-        """Return the end of a rank's log."""
+        """Return the end of what a rank has printed in this attempt.
+
+        An error of an earlier attempt, perhaps on another node, is no cause of its end.
+        """
         with self.path(rank).open("rb") as file:
-            file.seek(max(0, self.path(rank).stat().st_size - TAIL))
+            file.seek(max(self._begins[rank], self.path(rank).stat().st_size - TAIL))
             return file.read().decode(errors="replace")

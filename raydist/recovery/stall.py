@@ -47,6 +47,8 @@ class StallCheck:
     late_s: float = 0.0
     """Additional seconds beyond `hang.after_s` that a heartbeat may take to arrive; not 0 with many
     ranks."""
+    program: bool = False
+    """Whether the ranks run a program (script=): before its first step its silence says nothing."""
     ranks: dict[int, RankBeats] = field(default_factory=dict)
     again: float = 0.0
     """Seconds of silence after which to examine again, once an examination found nothing."""
@@ -103,12 +105,13 @@ class StallCheck:
     def over(self, now: float) -> bool:
         """Return whether a rank was silent beyond `hang.limit_s`.
 
-        Ranks without a heartbeat, such as those of a script, do not count.
+        Ranks without a heartbeat do not count; nor do those of a program that have reported no
+        step, and that may have saved a checkpoint.
         """
         return not self.held and any(
             now - beats.heard_at > self.settings.limit_s
             for beats in self.ranks.values()
-            if beats.beat[2]
+            if (beats.beat[0] if self.program else beats.beat[2])
         )
 
     def silent(self, now: float) -> bool:

@@ -75,7 +75,7 @@ class Supervisor:
         self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
         post = self._messages.put  # a signal handler may call SimpleQueue.put
         self._agents = AgentCalls(group, events, post, bool(job.restart.max))
-        self._hangs = HangMonitor(group, job.hang, events, logs, post)
+        self._hangs = HangMonitor(group, job.hang, events, logs, post, bool(job.script))
         self._quiesce = Quiesce(group, bool(job.script))
         hosts = [slot.node.host for slot in group.plan.slots]
         self._slow = SlowRanks(hosts, job.watch.slow, job.train.gc)

@@ -200,7 +200,7 @@ class ShardCheckpointer:
         """The last step whose state was kept."""
 
     def find(self, model: RankModel) -> FoundState | None:
-        latest = agree(checkpoint.latest(), self.comm)
+        latest = agree(checkpoint.continued_from(), self.comm)
         self.saved_step = latest.step if latest else 0
         return find_shards(model)
 

@@ -166,7 +166,7 @@ def find_shards(model: RankModel) -> RestoredState | None:
     The state comes from memory or from the disk. All ranks must call it. ConfigError: the state has
     other keys or shapes.
     """
-    latest = checkpoint.latest()
+    latest = checkpoint.continued_from()
     in_memory = model.comm.sharded and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not in_memory and latest is None:
         return None
@@ -183,6 +183,7 @@ def find_shards(model: RankModel) -> RestoredState | None:
         step = load(state, of_ranks=RANDOM, optional=STATES, part=part)
         if not step and latest is not None and model.comm.sharded:
             step = _divide(latest, model, state, part)
+            checkpoint.recall(latest)
         if (odd := {*trained} ^ {*_grouped(state)}) and step:
             raise RaydistError(f"it has other parameters: {', '.join(sorted(odd)[:4])}")
     except RaydistError as error:

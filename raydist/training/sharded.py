@@ -31,7 +31,7 @@ from typing import Any, SupportsIndex
 import torch
 import torch.distributed as dist
 
-from raydist.settings.config import Checkpoint
+from raydist.settings.config import Backend, Checkpoint
 from raydist.shared import kinds
 from raydist.shared.errors import RaydistError
 from raydist.state import object_store
@@ -56,6 +56,8 @@ from raydist.state.snapshot_layout import SAVE_SLOT, State
 from raydist.state.write import FileFacts, SaveRequest, drop, unloadable
 from raydist.training.reshard import PartsReader
 from raydist.worker import checkpoint, context
+from raydist.worker.backends import Comm
+from raydist.worker.backends.ddp import DDPComm
 from raydist.worker.groups import new_group, wait_for_all, work_in_turns
 
 OFFERS = 2
@@ -139,10 +141,12 @@ def save(
     If a rank or node cannot write, as on a full disk, or does not see what others wrote, that
     is a warning, and the checkpoints before it stay. If it is written before `save` returns, that
     returns None then, on all ranks.
+
+    RaydistError: torch.distributed is not initialized, in a program.
     """
     step = context.whole_step(step, "save")
     context.phase("save")
-    wait_for_all(context.current().comm, rest)
+    wait_for_all(_comm(), rest)
     began, request = time.perf_counter(), checkpoint.save_request(step, {}, metrics, settings)
     me = context.rank()
     part = RankPart(me.rank, me.world_size, local(state), RankPlanner(me.rank).plan(state))
@@ -162,6 +166,17 @@ def save(
                 )
             )
     return None if why else request.path
+
+
+def _comm() -> Comm:
+    """Return the Comm of this rank; in a program, one of the process group that it has made.
+
+    RaydistError: it has made none.
+    """
+    comm: Comm | None = context.current().comm
+    if comm is None and not dist.is_initialized():
+        raise RaydistError("raydist.sharded.save: call torch.distributed.init_process_group first")
+    return comm or DDPComm(Backend(), context.rank().device)
 
 
 def rest(within_s: float = math.inf) -> bool:
@@ -186,9 +201,7 @@ def _hand_over(request: SaveRequest, part: RankPart) -> bool:
             memory.keep_to_save(request.step, {"own": vars(part)})
         except NoRoom:
             fits = False
-    if not all(
-        int(each.item()) for each in context.current().comm.gather(torch.tensor([int(fits)]))
-    ):
+    if not all(int(each.item()) for each in _comm().gather(torch.tensor([int(fits)]))):
         if memory is not None:
             memory.free((SAVE_SLOT,))
         return False
@@ -215,7 +228,7 @@ def _write_together(request: SaveRequest, part: RankPart) -> str:
     Both may take longer than a collective: a rank of another replica writes nothing, and would wait
     for those that do.
     """
-    me, comm = context.rank(), context.current().comm
+    me, comm = context.rank(), _comm()
     mark = _gather_states({"mark": uuid.uuid4().hex[:8]})[0]["mark"]
     temporary = temporary_name(request.folder, request.step, mark)
     states = _gather_states(work_in_turns(comm, lambda: _write_part(temporary, part)))
@@ -272,7 +285,7 @@ def _gather_states(facts: Mapping[str, Any]) -> list[State]:
     )
     row = torch.zeros(8 * LONGEST, dtype=torch.uint8)
     row[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    rows = context.current().comm.gather(row)
+    rows = _comm().gather(row)
     return [json.loads(each.numpy().tobytes().rstrip(b"\0")) for each in rows]
 
 
@@ -313,10 +326,11 @@ def load_from_disk(
 
     Return 0 if there is none or it is not sharded. Not a collective.
     """
-    found = checkpoint.latest()
+    found = checkpoint.continued_from()
     if found is None or not found.sharded:
         return 0
     load_into(found.path, state, of_ranks, optional, part)
+    checkpoint.recall(found)
     context.set_step(found.step)
     return found.step
 

@@ -178,22 +178,22 @@ def latest() -> Saved | None:
     rank 0 had reported when it was saved are reported again: a driver that was killed may not have
     received them.
     """
-    found = _latest()
-    here = found is not None and found.path.parent == home().absolute()
-    if (
-        found is not None
-        and found.reported
-        and here
-        and env_names.RESUME in os.environ
-        and context.rank().rank == 0
-    ):
-        context.emit_event(
-            kinds.Recalled(rank=context.rank().rank, step=found.step, values=found.reported)
-        )
+    if (found := continued_from()) is not None:
+        recall(found)
     return found
 
 
-def _latest() -> Saved | None:
+def recall(saved: Saved) -> None:
+    """Report the values once more that a checkpoint of this run has; it is loaded now."""
+    rank = context.rank().rank
+    here = saved.path.parent == home().absolute()
+    if saved.reported and here and env_names.RESUME in os.environ and rank == 0:
+        context.emit_event(kinds.Recalled(rank=rank, step=saved.step, values=saved.reported))
+
+
+def continued_from() -> Saved | None:
+    """Return what `latest` returns, and report nothing: a newer state may be in memory."""
+
     def warn(text: str) -> None:
         if context.rank().rank == 0:
             context.warn(text)

@@ -210,6 +210,7 @@ def run_in_rank(spec: RankSpec, channel: Channel) -> int:
         if channel.debugger is not None:
             channel.debugger.post_mortem = job.watch.post_mortem
         if spec.script:
+            context.current().checkpoint = job.checkpoint
             context.emit_event(kinds.Joined(rank=context.rank().rank, pid=os.getpid()))
             watch_steps(job, channel)
             arm_profile(job, channel)

@@ -108,10 +108,13 @@ def test_nobody_is_never_silent() -> None:
     assert not StallCheck(Hang()).silent(1e9)
 
 
-def test_a_script_without_a_heartbeat_is_looked_at_and_never_over() -> None:
-    check = StallCheck(Hang(limit_s=100))
+def test_a_program_that_reports_no_step_is_looked_at_and_never_over() -> None:
+    """One was ended half an hour after its first checkpoint."""
+    check = StallCheck(Hang(limit_s=100), program=True)
     check.note(0, (0, "", 0.0), 0.0)
     assert check.silent(UNKNOWN_S + 1)
+    assert not check.over(1_000_000.0)
+    check.note(0, (0, "save", 4.0), 9.0)
     assert not check.over(1_000_000.0)
     check.note(0, (1, "end", 5.0), 10.0)
     assert not check.over(109.0)
