@@ -235,9 +235,9 @@ def complete(temporary: StoragePath, path: StoragePath, meta: Meta) -> None:
     (temporary / META).write_text(json.dumps(asdict(meta), indent=1))
     if isinstance(temporary, Path) and isinstance(path, Path):
         for synced in (temporary / META, temporary):
-            _sync(synced)
+            flush_to_disk(synced)
         put_in_place(temporary, path)
-        _sync(path.parent)
+        flush_to_disk(path.parent)
 
 
 def drop(path: StoragePath) -> None:
@@ -348,7 +348,7 @@ def unloadable(value: Any, where: str) -> Iterator[str]:
         )
 
 
-def _sync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Flush a file or a folder to the disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -15,6 +15,7 @@ from torch import nn
 
 from raydist.shared.errors import ConfigError, RaydistError
 from raydist.state.object_store import reason
+from raydist.state.write import flush_to_disk
 from raydist.training.sources import gather_states
 from raydist.training.weights import INDEX, saved_names
 from raydist.worker import context
@@ -156,6 +157,7 @@ class WeightWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self._temporary(len(self.files))
             save_file(self._waiting, path, metadata={"format": "pt"})
+            flush_to_disk(path)  # before the earlier weights are replaced: the power may fail
         self.files.append([*self._waiting])
         self._waiting = {}
 
@@ -184,6 +186,8 @@ class WeightWriter:
         with self._noting():
             for number, name in enumerate(names):
                 self._temporary(number).replace(self.folder / name)
+            if names:
+                flush_to_disk(self.folder)
 
     def finish(self, model: nn.Module, everyone: Sequence[Mapping[str, Any]]) -> None:
         """Write what names the files, and the configuration of a model of transformers.
@@ -205,6 +209,7 @@ class WeightWriter:
                 total = {"total_size": sum(each["bytes"] for each in everyone)}
                 written = self.folder / f".writing-{INDEX}"
                 written.write_text(json.dumps({"metadata": total, "weight_map": files}, indent=2))
+                flush_to_disk(written)
                 written.replace(index)
                 (self.folder / "model.safetensors").unlink(missing_ok=True)
             else:

@@ -137,6 +137,8 @@ def fit(
         rank, ranks = shape.data_rank(me.rank), shape.data
         order, batches = sources.ordered(train, config, rank, ranks, make_batch, waits.add)
         module = model if model is not None else models.build_model(config.model)
+        if comm.sharded:
+            check_whole(module)
         if shape.pp > 1:
             check_loss(used_loss, module, shape.pp)
         others = metrics or {}
@@ -185,6 +187,19 @@ def chosen_loss(loss: Loss | None, train_step: TrainStep | None) -> Loss:
     if loss is not None and train_step is not None:
         raise ConfigError("train_step= computes the loss: give raydist.fit no loss= beside it")
     return loss or OwnLoss(train_step)
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Raise ConfigError if a model has been divided among ranks, which can be done only once."""
+    from torch.distributed.tensor import DTensor  # it is imported already if this is called
+
+    if any(isinstance(each, DTensor) for each in model.parameters()):
+        raise ConfigError(
+            "the model is divided already, by an earlier raydist.fit or by the job: give each "
+            "raydist.fit a new one; what the one before has trained goes on with "
+            "raydist.models.save_weights(model, FOLDER), and train.weights=FOLDER in the config "
+            "that the next one gets"
+        )
 
 
 def check_loss(loss: Loss, model: torch.nn.Module, stages: int) -> None:

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -134,6 +135,18 @@ class Stream(data.Order):
             f"number {self.rank}"
         )
 
+    @property
+    def advice(self) -> str:
+        """What it has too few of, if it does not fill a step, and what to change."""
+        if self.deal.kind == "loader":
+            fewer = ", or set train.accumulate=1" if self.deal.count > 1 else ""
+            return (
+                f"batches: a step takes {self.deal.count} on each rank; give the loader a smaller "
+                f"batch_size or drop_last=False{fewer}"
+            )
+        what = "batches" if self.deal.loading is None else "samples"
+        return f"{what}: a step takes {self.deal.count}; set data.batch_size=1, or give more"
+
     def _tell_left(self) -> None:
         if not self._warned:
             self._warned = True
@@ -166,12 +179,9 @@ class Stream(data.Order):
 
     def next_epoch(self) -> None:
         if not self.position:
-            what = "batches" if self.deal.loading is None else "samples"
             raise ConfigError(
-                f"train={self.name} ended before the first step of epoch {self.epoch + 1}: a "
-                "step takes "
-                f"{self.deal.count} {what}, and each epoch calls iter() again; set "
-                "data.batch_size=1, or give more"
+                f"train={self.name} ended before the first step of epoch {self.epoch + 1}, and "
+                f"each epoch calls iter() again: it has too few {self.advice}"
             )
         super().next_epoch()
         opened = (self._steps, self._next) if self._over and self._next is not None else None
@@ -292,12 +302,18 @@ def stream(
             "together need"
         )
         raise ConfigError.of("parallel", job.parallel.name, cause, "parallel=fsdp")
-    batch = getattr(train, "batch_size", None) if kind == "loader" else None
+    batch = loader_batch(train) if kind == "loader" else None
     accumulate = job.train.accumulate
     settings, even = job.data, kind != "stream" or job.scale.max_nodes is None
+    if kind != "stream" and job.scale.max_nodes is not None:
+        # The driver has set global_batch, for the first number of ranks (recovery/attempts.py).
+        # Ranks with sources of their own have equal parts, and a loader decides their size.
+        each = accumulate * world_size
+        size = max(1, (settings.global_batch or settings.batch_size * each) // each)
+        settings = replace(settings, batch_size=size, global_batch=None)
     total = data.global_batch(settings, accumulate, world_size, even)
     if (
-        isinstance(batch, int)
+        batch is not None
         and (total := batch * accumulate * world_size)
         and settings.global_batch not in (None, total)
     ):
@@ -312,16 +328,32 @@ def stream(
     found = Stream(deal, comm, name, order, note_wait)
     if kind == "split":
         check_shuffles(train, found.all_of)
-    found.size = length(train, kind, found, deal.count) * total
+    steps = length(train, kind, found, deal.count)
+    found.size = max(0, steps) * total
     if not found.size and job.train.steps is None:
+        if steps == 0:
+            raise ConfigError(f"train={name} has too few {found.advice}")
         cause = (
             f"train={name} has no length, so train.epochs={job.train.epochs} sets no "
             "number of steps"
         )
         raise ConfigError.of("train.steps", None, cause, "train.steps=1000")
+    if rank == 0 and job.scale.max_nodes is not None and job.data.global_batch not in (None, total):
+        context.warn(
+            f"train={name}: a step has {total} samples on {world_size} ranks, and others on "
+            "another number of ranks: their parts are equal"
+        )
     if rank == 0 and (lacks := shortcomings(deal, train, world_size)):
         context.warn(f"train={name}: {'; '.join(lacks)}")
     return found
+
+
+def loader_batch(loader: Any) -> int | None:
+    """Return the samples of a loader's batch, where it or its batch_sampler says so."""
+    for each in (loader, getattr(loader, "batch_sampler", None)):
+        if isinstance(size := getattr(each, "batch_size", None), int):
+            return size
+    return None
 
 
 def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
@@ -350,11 +382,11 @@ def shortcomings(deal: Deal, train: Any, world_size: int) -> list[str]:
 
 
 def length(train: Any, kind: str, found: Stream, count: int) -> int:
-    """Return the steps of an epoch on the rank with the fewest; 0: unknown. A collective."""
+    """Return the steps of an epoch on the rank with the fewest; -1: unknown. A collective."""
     try:
-        items = len(train) if kind in ("stream", "loader") else 0
+        items = len(train) if kind in ("stream", "loader") else -1
     except (TypeError, NotImplementedError):
-        items = 0
+        items = -1
     steps = found.all_of(torch.tensor([items // count]))
     return min(int(each) for each in steps)
 

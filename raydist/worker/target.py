@@ -65,7 +65,16 @@ def forget_namesakes(folder: str) -> None:
 
 
 def call_function(function: Callable[..., Any], job: Job, *args: Any, **kwargs: Any) -> Any:
-    """Call the job's function with job.args as keyword arguments, and `config` if it takes it."""
+    """Call the job's function with job.args as keyword arguments, and `config` if it takes it.
+
+    `args` are the parameters beside `config`, which is the first one in many jobs.
+    """
     parameters = inspect.signature(function).parameters
-    config = {"config": job} if "config" in parameters and "config" not in kwargs else {}
-    return function(*args, **config, **job.job.args, **kwargs)
+    if "config" not in parameters or "config" in kwargs:
+        return function(*args, **job.job.args, **kwargs)
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_place = [each.name for each in parameters.values() if each.kind in places]
+    at = by_place.index("config") if "config" in by_place else len(args) + 1
+    if at > len(args):
+        return function(*args, config=job, **job.job.args, **kwargs)
+    return function(*args[:at], job, *args[at:], **job.job.args, **kwargs)

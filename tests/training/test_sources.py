@@ -27,7 +27,18 @@ from torch.utils.data import (
 )
 
 import raydist
-from raydist.settings.config import Backend, Checkpoint, Data, Job, Optim, Parallel, Snapshot, Train
+from raydist.recovery.attempts import rescale
+from raydist.settings.config import (
+    Backend,
+    Checkpoint,
+    Data,
+    Job,
+    Optim,
+    Parallel,
+    Scale,
+    Snapshot,
+    Train,
+)
 from raydist.shared import kinds
 from raydist.shared.kinds import Event
 from raydist.training import deal, waits
@@ -574,7 +585,17 @@ class Short(IterableDataset[Any]):
             "train.steps: train=Short has no length, so train.epochs=2 sets no",
         ),
         (Divided, JOB, "train=Divided gives different samples on different ranks"),
-        (Short, JOB, "ended before the first step of epoch 1: a step takes 12 samples"),
+        (
+            Short,
+            JOB,
+            "ended before the first step of epoch 1, and each epoch calls iter() again: it has too "
+            "few samples: a step takes 12; set data.batch_size=1",
+        ),
+        (
+            lambda: DataLoader(TensorDataset(*tensors(5)), batch_size=6, drop_last=True),
+            replace(JOB, train=Train(epochs=2)),
+            "train=DataLoader has too few batches: a step takes 1 on each rank; give the loader a",
+        ),
         (
             lambda: iter(Placed()),
             JOB,
@@ -593,6 +614,33 @@ def test_what_can_not_be_is_refused(make: Any, job: Job, say: str, tmp_path: Pat
     for result in run_ranks(2, job, lambda words: fit(words, make()), tmp_path):
         assert "ConfigError" in result.error
         assert say in result.error
+
+
+class OwnSampler(BatchSampler):
+    """One of the user's, whose batches have 6 samples, not those of data.batch_size."""
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_loader_decides_the_size_of_batches_on_any_number_of_ranks(
+    first: int, tmp_path: Path
+) -> None:
+    """With scale=1..3, data.global_batch of the first ranks was asked of it, and ended the run;
+    and one with a batch_sampler counted as many samples as data.batch_size says."""
+
+    def samples(job: Job) -> list[int]:
+        here, seen = context.current(), list[Event]()
+        here.emit = seen.append
+        loader = DataLoader(TensorDataset(*tensors()), batch_sampler=OwnSampler(sampler(), 6, True))
+        fit(job, loader)
+        reports = [each for each in seen if isinstance(each, kinds.Report)]
+        return [int(each.values["samples"]) for each in reports]
+
+    job = replace(JOB, scale=Scale(nodes=1, max_nodes=3), data=Data(batch_size=4))
+    job = rescale(replace(job, train=Train(steps=3)), first, 2, 1)
+    assert job.data.global_batch == 4 * first
+    for result in succeeded(run_ranks(2, job, samples, tmp_path)):
+        passes = job.train.accumulate
+        assert result.value == [12 * passes * step for step in (1, 2, 3)]
 
 
 class Odd(Placed):

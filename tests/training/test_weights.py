@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -143,6 +144,26 @@ def test_a_second_fit_goes_on_with_what_the_first_has_trained(tmp_path: Path) ->
     (result,) = succeeded(run_ranks(1, replace(BASE, train=short), train_twice, tmp_path))
     first, second = result.value
     assert second < first
+
+
+def test_a_divided_model_is_not_divided_a_second_time(tmp_path: Path) -> None:
+    """It was said that no class repeats in a model that had been trained by its blocks."""
+
+    def train_twice(job: Job) -> str:
+        model = models.GPT(**SIZES)
+        text = torch.randint(256, (16, 17))
+        samples = TensorDataset(text[:, :-1], text[:, 1:])
+        raydist.fit(job, model=model, train=samples, loss=next_token)
+        models.save_weights(model, tmp_path / "first")
+        with pytest.raises(raydist.ConfigError, match="is divided already, by an earlier"):
+            raydist.fit(job, model=model, train=samples, loss=next_token)
+        job = replace(job, train=replace(job.train, weights=str(tmp_path / "first")))
+        raydist.fit(job, model=models.GPT(**SIZES), train=samples, loss=next_token)
+        return "trained"
+
+    job = replace(BASE, parallel=Parallel("fsdp"), train=Train(steps=1))
+    results = succeeded(run_ranks(2, job, train_twice, tmp_path))
+    assert [each.value for each in results] == ["trained"] * 2
 
 
 def test_a_wrapped_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
@@ -302,6 +323,39 @@ def test_a_killed_save_leaves_no_mixture_of_weights(
     (result,) = succeeded(run_ranks(1, BASE, save_until_killed, tmp_path))
     assert all(len(values) <= 1 for values in result.value)
     assert result.value[-1] == {2}
+
+
+def test_weights_are_on_the_disk_before_they_replace_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure, the new names had files without contents on some file systems."""
+    folder = tmp_path / "saved"
+
+    def save_noting(job: Job) -> list[tuple[str, str]]:
+        export.FILE_BYTES = 16
+        found: list[tuple[str, str]] = []
+        replace_by, sync = Path.replace, os.fsync
+
+        def replaced(self: Path, target: Path) -> Path:
+            found.append(("replace", str(self)))
+            return replace_by(self, target)
+
+        def synced(descriptor: int) -> None:
+            found.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+            sync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", replaced)
+            patch.setattr(os, "fsync", synced)
+            models.save_weights(constant(1), folder)
+        return found
+
+    (result,) = succeeded(run_ranks(1, BASE, save_noting, tmp_path))
+    found = result.value
+    replaced = [at for at, (what, _) in enumerate(found) if what == "replace"]
+    assert len(replaced) == 5  # four tensors and the index
+    assert all(("sync", found[at][1]) in found[:at] for at in replaced)
+    assert ("sync", str(folder)) in found[replaced[-2] :]
 
 
 def constant(value: float) -> nn.Module:

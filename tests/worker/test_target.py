@@ -49,6 +49,31 @@ def test_the_job_gets_its_arguments_and_config_if_it_has_that_parameter() -> Non
     assert target.call_function(asking, settings) == (64, settings)
 
 
+def test_what_is_passed_by_place_are_the_parameters_beside_config() -> None:
+    """`config` got the first of them, and a second value."""
+
+    def first(config: Job, lr: float, *rest: float) -> tuple[Any, ...]:
+        return config, lr, *rest
+
+    def second(lr: float, config: Job, steps: int = 5) -> tuple[Any, ...]:
+        return config, lr, steps
+
+    def last(lr: float, *, config: Job) -> tuple[Any, ...]:
+        return config, lr
+
+    def all_by_name(**config: Any) -> Any:
+        return config
+
+    settings = Job()
+    assert target.call_function(first, settings, 0.1) == (settings, 0.1)
+    assert target.call_function(first, settings, 0.1, 2.0) == (settings, 0.1, 2.0)
+    assert target.call_function(first, settings, lr=0.1) == (settings, 0.1)
+    assert target.call_function(second, settings, 0.1) == (settings, 0.1, 5)
+    assert target.call_function(second, settings, 0.1, 7) == (settings, 0.1, 7)
+    assert target.call_function(last, settings, 0.1) == (settings, 0.1)
+    assert target.call_function(all_by_name, settings) == {"config": settings}
+
+
 def test_arguments_of_a_function_that_travelled() -> None:
     assert target.call_function(lambda a, b=0: (a, b), Job(), 1, b=2) == (1, 2)
 
