@@ -16,6 +16,7 @@ from typing import IO
 from raydist.messages.deputy import DISMISSED, Duty, beat_line
 from raydist.messages.wire import encode
 from raydist.node.fork_launcher import own_search_path
+from raydist.shared import env_names
 
 MODULE = "raydist.watch.notify.deputy"
 BEAT_S = 1.0
@@ -40,7 +41,11 @@ class DeputyProcess:
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
             cwd="/",  # nothing there is imported, and it is on no file server that may be lost too
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(own_search_path())},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(own_search_path()),
+                env_names.PYTHONPATH_BEFORE: os.environ.get("PYTHONPATH", ""),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -266,7 +266,12 @@ def start(task: Task, job: Job) -> subprocess.Popen[str]:
     """
     log = Path(task.folder, "logs", f"track-{task.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, **job.env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    own = {**os.environ, **job.env}
+    env = {
+        **own,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        env_names.PYTHONPATH_BEFORE: own.get("PYTHONPATH", ""),
+    }
     with log.open("ab") as file:
         process = subprocess.Popen(
             [
@@ -301,14 +306,21 @@ def settings_of_trial(folder: Path) -> Mapping[str, str]:
 
 
 def resumed_folder(job: Job, events: Events) -> Path | None:
-    """Return the local folder of the run that `resume=` continues, if that run was tracked."""
-    here = run_folder(job)
+    """Return the local folder of the run that `resume=` continues, if that run was tracked.
+
+    Several trials of a sweep may begin with the checkpoint of one run: each is a run of its own.
+    """
+    here, own = run_folder(job), Path(job.dir).absolute()
     try:
         with environment(job.env):
             for run in earlier_runs(job.resume, here):
-                local = run if isinstance(run, Path) else Path(job.dir).absolute().parent / run.name
-                if (local / Ledger.FOLDER).is_dir():
-                    return local
+                folders = [run.absolute()] if isinstance(run, Path) else []
+                if not folders or run.absolute().parent == here.absolute().parent:
+                    # The storage has a copy, if that run has come to its end.
+                    folders.insert(0, own.parent / run.name)
+                for local in folders:
+                    if (local / Ledger.FOLDER).is_dir() and (not job.sweep.dir or local == own):
+                        return local
     except Exception as error:
         text = f"the run to resume cannot be found ({reason(error)}): trackers begin a new one"
         events.warn(text)

@@ -272,6 +272,22 @@ def test_a_command_gets_the_message_and_is_killed_if_it_does_not_end(tmp_path: P
 FINISHED = event("result", t=3.0, status="finished")
 
 
+def test_a_command_gets_the_pythonpath_of_the_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of raydist's process has the standard library of its Python, and broke all others."""
+    monkeypatch.setenv("PYTHONPATH", "/of/the/person")
+    (tmp_path / "events.jsonl").write_text("".join(map(line, (*BEGIN, FINISHED))))
+    command = f'echo "$PYTHONPATH" > {tmp_path}/out'
+    task = Task(
+        name="command", folder=str(tmp_path), project="mine", settings={}, repeats=False, program=False, begin=0,
+        notify=wanted(Job(notify=Notify(command=command))),
+    )  # fmt: skip
+    process = start(task, Job())
+    process.communicate("\n", timeout=900)
+    assert (tmp_path / "out").read_text() == "/of/the/person\n"
+
+
 @pytest.mark.parametrize(
     ("events", "last_word", "before", "told", "warned"),
     [

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from raydist.settings.config import Job
 from raydist.shared.events import Events
 from raydist.state.write import SaveRequest, write
 from raydist.watch import track
-from raydist.watch.trackers import Ending, Ledger, Task
+from raydist.watch.trackers import Ending, Ledger, Measured, Task
 from raydist.watch.trackers.child import FailurePages, Follower, Life
 from raydist.watch.trackers.mlflow import Mlflow, plain
 from raydist.watch.trackers.tensorboard import unused
@@ -41,6 +42,32 @@ def test_a_new_training_in_the_folder_of_a_finished_one_has_its_own_ledger(
         with Events(tmp_path / "events.jsonl") as events:
             track.TrackerProcess("mlflow", job, events, before)
         assert Ledger.read(tmp_path, "mlflow") == found
+
+
+@pytest.mark.parametrize("storage", ["", "storage"])
+def test_a_resumed_run_is_one_run_of_a_tracker_but_trials_are_runs_of_their_own(
+    tmp_path: Path, storage: str
+) -> None:
+    """All trials from one checkpoint wrote into its run; a killed run has no copy in the storage."""
+    runs = tmp_path / "runs/mine"
+    stored = tmp_path / storage / "mine" if storage else runs
+    for name in ("first", "sweep/1"):
+        folder = str(stored / name / "checkpoints")
+        write(SaveRequest(1, {"n": 1}, {}, 1, folder, str(stored / name), 3, None))
+        OLD.write(runs / name, "mlflow")
+    first = str(stored / "first")
+    store = str(tmp_path / storage) if storage else ""
+
+    def found(name: str, resume: str, sweep: str = "") -> Path | None:
+        job = Job(dir=str(runs / name), name="mine", resume=resume, storage=store)
+        job = replace(job, sweep=replace(job.sweep, dir=sweep))
+        with Events(tmp_path / "events.jsonl") as events:
+            return track.resumed_folder(job, events)
+
+    assert found("second", first) == runs / "first"
+    assert found("sweep/2", first, str(runs / "sweep")) is None
+    if not storage:
+        assert found("sweep/1", str(runs / "sweep/1"), str(runs / "sweep")) == runs / "sweep/1"
 
 
 @pytest.mark.parametrize("inside", ["", "training-2/"])
@@ -121,6 +148,43 @@ def test_the_page_of_a_resumed_run_is_beside_that_of_the_run_before(
         wandb.page(page)
     assert kept == {"abc/first/blame-1.txt": "first", "abc/resumed/blame-1.txt": "resumed"}
     assert saved == ["first/blame-1.txt", "resumed/blame-1.txt"]
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_request_that_fails_makes_no_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try made another one, if the settings of the run could not be sent."""
+    made, sent, answers = list[str](), list[Any](), iter([False, False, True, True])
+
+    def create_run(experiment: str, run_name: str, tags: object) -> Any:
+        made.append(run_name)
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"id-{len(made)}"))
+
+    def log_batch(run: str, params: Any = (), metrics: Any = ()) -> None:
+        if not next(answers):
+            raise ConnectionError
+        sent.append((run, [*params], [*metrics]))
+
+    client: Any = sys.modules["mlflow"]
+    vars(client.MlflowClient()).update(
+        get_experiment_by_name=lambda name: SimpleNamespace(experiment_id="7"),
+        create_run=create_run,
+        log_batch=log_batch,
+    )
+    entities: Any = SimpleNamespace(Param=lambda *own: own, Metric=lambda *own: own)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    refused: Any = SimpleNamespace(MlflowException=type("MlflowException", (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", refused)
+    task = Task("mlflow", str(tmp_path / "1"), "digits", {"seed": 3}, False, False, 0)
+    follower = Follower(task, lambda **message: None, Life("mlflow", lambda **message: None, 0))
+    follower._placed = True
+    follower._rows.queue.append(Measured(5.0, 2, {"loss": 0.5}))
+    with pytest.raises(ConnectionError):
+        follower._bring_up_to_date()
+    follower._bring_up_to_date()
+    assert made == ["1"]
+    assert sent == [("id-1", [("seed", "3")], []), ("id-1", [], [("loss", 0.5, 5000, 2)])]
 
 
 @pytest.mark.parametrize(

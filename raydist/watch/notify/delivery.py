@@ -19,6 +19,7 @@ from typing import Any
 from raydist.settings.config import Notify
 from raydist.settings.notices import form_of
 from raydist.settings.secrets import MASK
+from raydist.shared import env_names
 from raydist.watch.notify.message import RunMessage
 
 ANSWER_S = 8.0
@@ -85,6 +86,9 @@ def run_receiver(command: str, message: RunMessage, until: float) -> str:
     `until`: the time on the monotonic clock when the command is killed.
     """
     env = {**os.environ, **message.variables()}
+    if (before := env.pop(env_names.PYTHONPATH_BEFORE, None)) is not None:
+        # Ours has the modules of this Python: the command may run another one.
+        env |= {"PYTHONPATH": before}  # Python takes an empty one for none
     process = subprocess.Popen(
         ["sh", "-c", command], env=env, stdin=subprocess.PIPE, start_new_session=True
     )

@@ -24,6 +24,7 @@ from typing import Any
 
 from raydist.messages.deputy import DISMISSED, Duty, Raylet, read_duty
 from raydist.settings.config import Notify
+from raydist.shared import env_names
 from raydist.shared.own_path import of_others
 from raydist.watch.notify.delivery import receiver
 from raydist.watch.notify.message import About, LastSign, RunMessage, machine_lost
@@ -284,6 +285,8 @@ def main() -> None:
         return
     duty = read_duty(first)
     os.environ.update(duty.env)
+    if "PYTHONPATH" in duty.env:
+        os.environ[env_names.PYTHONPATH_BEFORE] = duty.env["PYTHONPATH"]
     Deputy(duty, lines).run()
 
 

@@ -10,8 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raydist.watch.trackers import Ending, Measured, Task, by_full_name
+
+if TYPE_CHECKING:
+    from mlflow.entities import Param
 
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 METRICS, PARAMS, LONGEST, NAME = 1000, 100, 6000, 250
@@ -35,8 +39,16 @@ class Mlflow:
 
         with one_at_a_time(task):
             self._client = mlflow.MlflowClient()
-            self.id = run or os.environ.get("MLFLOW_RUN_ID", "") or self._create_run(task)
-            self._client.update_run(self.id, status="RUNNING")
+            self.id = run or os.environ.get("MLFLOW_RUN_ID", "")
+            self._unsent: list[Param] = []
+            """The settings of a run that this object has created."""
+            if self.id:
+                self._client.update_run(self.id, status="RUNNING")
+            else:
+                self._unsent, self.id = params_of(task), self._create_run(task)
+                # `write` tries again: an error here would make another run of the next try.
+                with suppress(Exception):
+                    self._send_settings()
         uri = mlflow.get_tracking_uri()
         self.link = f"{uri} run {self.id}"
         self.variables = {"MLFLOW_RUN_ID": self.id, "MLFLOW_TRACKING_URI": uri}
@@ -44,7 +56,6 @@ class Mlflow:
     def _create_run(self, task: Task) -> str:
         tags = {"raydist.sweep": task.sweep, "raydist.trial": task.trial} if task.sweep else {}
         made = self._client.create_run(self._experiment(task.project), run_name=task.run, tags=tags)
-        self._log_settings(made.info.run_id, task)
         return str(made.info.run_id)
 
     def _experiment(self, project: str) -> str:
@@ -54,19 +65,23 @@ class Mlflow:
         found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id if found else self._client.create_experiment(name))
 
-    def _log_settings(self, run: str, task: Task) -> None:
-        from mlflow.entities import Param
+    def _send_settings(self) -> None:
+        from mlflow.exceptions import MlflowException
 
-        params = (
-            Param(plain(name), str(value)[:LONGEST])
-            for name, value in by_full_name(task.settings).items()
-        )
-        while some := list(islice(params, PARAMS)):
-            self._client.log_batch(run, params=some)
+        while some := self._unsent[:PARAMS]:
+            try:
+                self._client.log_batch(self.id, params=some)
+            except MlflowException as error:
+                # The program has a param of the same name, or the server takes shorter ones only:
+                # it would refuse them each time, and the metrics that come after them.
+                if error.error_code != "INVALID_PARAMETER_VALUE":
+                    raise
+            del self._unsent[:PARAMS]
 
     def write(self, rows: Sequence[Measured]) -> None:
         from mlflow.entities import Metric
 
+        self._send_settings()
         metrics = (
             Metric(plain(name), value, int(t * 1000), int(t) if step is None else step)
             for t, step, values, _ in rows
@@ -85,6 +100,15 @@ class Mlflow:
         for name, text in tags.items():
             self._client.set_tag(self.id, name, text)
         self._client.set_terminated(self.id, STATUS[ending.status], int(time.time() * 1000))
+        self._send_settings()
+
+
+def params_of(task: Task) -> list[Param]:
+    """Return the settings of the run, as MLflow takes them."""
+    from mlflow.entities import Param
+
+    settings = by_full_name(task.settings)
+    return [Param(plain(name), str(value)[:LONGEST]) for name, value in settings.items()]
 
 
 @contextmanager
