@@ -82,8 +82,8 @@ def sweep(
     - `args`, `kwargs`: for a function, the same for all trials.
 
     ConfigError: a wrong setting, nothing was started; or no trial reports the objective. RunFailed,
-    LaunchError: a trial failed, with sweep.on_failure=end. Stopped: SIGINT or SIGTERM; all trials
-    have saved their last state.
+    LaunchError: a trial failed, with sweep.on_failure=end. Stopped: SIGINT, SIGTERM or SIGHUP;
+    all trials have saved their last state.
 
         raydist.sweep("digits", "optim.lr=0.1,0.01", "sweep.objective=min:test_loss").best
     """
@@ -110,16 +110,26 @@ def run_sweep(
     space = Space(config)
     jobs = [checked(job) for job in space.jobs()]
     settings, objectives = jobs[0].sweep, parse_objectives(jobs[0].sweep.objective)
+    earlier = read_summary(str(resumed)) if resumed else {}
     if resumed:
-        settings = samplers.go_on_with(settings, read_summary(str(resumed))["sampler"])
+        settings = samplers.go_on_with(settings, earlier["sampler"])
     sampler_name, most = samplers.choose_sampler(settings, space)
     if sampler_name in samplers.OPTUNA:
         optuna_study.check_optuna(sampler_name)
     path = resumed or Path(config.make_folder())
     screen = SweepScreen(jobs[0].watch, objectives)
     folder = Folder(path, lambda text: screen.event(kinds.Warning(text=text)))
+    # Without a rule the values so far stay those of the milestones of then.
+    compared = earlier.get("milestones") if settings.prune == "none" else None
     facts = SweepRecord(
-        config.override_texts, name, space, objectives, sampler_name, settings, config
+        config.override_texts,
+        name,
+        space,
+        objectives,
+        sampler_name,
+        settings,
+        config,
+        compared or milestones(settings),
     )
     try:
         trials = {
@@ -129,9 +139,8 @@ def run_sweep(
         before_s = wall_before(path)
         rules.check_below_limits([*trials.values()], settings, before_s)
         if resumed:
-            refuse_other_objectives(
-                read_summary(str(resumed)), objectives, settings, sampler_name, [*trials.values()]
-            )
+            refuse_other_objectives(earlier, objectives, settings, sampler_name, [*trials.values()])
+            refuse_other_milestones(earlier, settings, [*trials.values()])
         until = began + settings.hours * rules.HOUR_S - before_s if settings.hours else math.inf
         if not resumed:
             # A sweep may have been refused here that had other objectives.
@@ -269,6 +278,31 @@ def refuse_other_objectives(
         raise ConfigError.of("sweep.objective", now, cause, f"sweep.objective={before}")
 
 
+def refuse_other_milestones(
+    summary: Mapping[str, Any], settings: Sweep, trials: Sequence[Trial]
+) -> None:
+    """Raise ConfigError if trials would be compared by values of other steps than so far.
+
+    Each curve has one value for each milestone.
+    """
+    used, now = summary.get("milestones"), milestones(settings)
+    if not used or "none" in (used["prune"], now["prune"]):
+        return
+    if not any(trial.curve for trial in trials):
+        return
+    for key, value in now.items():
+        if used.get(key) != value:
+            cause = f"the trials so far have the milestones of sweep.{key}={used.get(key)}"
+            cause = f"{cause}; leave this out, or begin a new sweep"
+            raise ConfigError.of(f"sweep.{key}", value, cause, f"sweep.{key}={used.get(key)}")
+
+
+def milestones(settings: Sweep) -> dict[str, Any]:
+    """Return the settings that say at which steps trials are compared."""
+    found = {"prune": settings.prune, "min_steps": settings.min_steps}
+    return found | ({"reduction": settings.reduction} if settings.prune == "asha" else {})
+
+
 def reopened(trial: Trial, settings: Sweep, objectives: Sequence[Objective]) -> Trial:
     """Return a trial of an earlier part of the sweep, in its state at the start of this one.
 
@@ -294,6 +328,8 @@ class SweepRecord:
     sampler: str
     settings: Sweep
     config: SweepConfig
+    milestones: Mapping[str, Any] = field(default_factory=dict)
+    """The settings that say at which steps trials were compared."""
 
     def to_json(
         self, state: str, trials: Sequence[Trial], importance: Mapping[str, float]
@@ -312,6 +348,7 @@ class SweepRecord:
             ],
             "sampler": self.sampler,
             "prune": self.settings.prune,
+            "milestones": self.milestones,
             "best": [trial.number for trial in best_trials(trials, self.objectives)],
             "importance": importance,
         }

@@ -6,6 +6,7 @@ The journal is in the folder of the sweep.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,7 +189,7 @@ def weighable(
         for trial in trials
         if trial.state == "finished"
         and objectives
-        and objectives[0].name in trial.values
+        and math.isfinite(trial.values.get(objectives[0].name, math.nan))  # Optuna takes no other
         and params(parts, trial.settings) is not None
     ]
     enough = len(done) >= LEAST and len(parts) >= 2 and find_spec("optuna") is not None

@@ -115,6 +115,21 @@ def test_only_a_trial_that_ran_before_continues_from_a_state(
     assert sorted(resumed) == ["a/state", "none", "none"]
 
 
+def test_a_sweep_is_not_continued_with_other_milestones(runs: Callable[[Values], None]) -> None:
+    """Values of different steps were compared: the new trials ended all that waited."""
+    runs(lambda job: {"loss": job.optim.lr})
+    words = ("optim.lr=0.1,0.3", "sweep.objective=min:loss", "sweep.prune=median")
+    done = raydist.sweep("digits", *WORDS, *words, "sweep.min_steps=1")
+    again = f"sweep.resume={done.dir}"
+    for now, before in (("min_steps=2", "min_steps=1"), ("prune=asha", "prune=median")):
+        with pytest.raises(raydist.ConfigError, match=f"have the milestones of sweep.{before};"):
+            raydist.sweep("digits", again, f"sweep.{now}")
+    assert raydist.sweep("digits", again, "sweep.reduction=4").best == done.best
+    assert raydist.sweep("digits", again, "sweep.prune=none").best == done.best
+    with pytest.raises(raydist.ConfigError, match=r"have the milestones of sweep.min_steps=1;"):
+        raydist.sweep("digits", again, "sweep.prune=median", "sweep.min_steps=2")
+
+
 def test_a_sweep_is_continued_with_other_objectives_only_if_nothing_has_used_them(
     runs: Callable[[Values], None],
 ) -> None:

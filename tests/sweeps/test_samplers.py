@@ -162,6 +162,11 @@ def test_a_resumed_trial_is_told_twice_and_the_settings_have_their_importance(
     )
     assert next(iter(shares)) == "model"
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+    name = parse_objectives(ONE)[0].name
+    diverged = replace(first, number=99, state="finished", values={name: math.nan})
+    space = Space(SweepConfig([LOG, WHOLE, CHOICE]))
+    done = optuna_study.weighable(space.parts, parse_objectives(ONE), [*trials, diverged])
+    assert done == trials[1:]  # the first is paused
 
 
 def test_without_the_id_of_a_trial_optuna_learns_its_end_only(
