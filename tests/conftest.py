@@ -71,8 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
     ):
-        if signal.getsignal(number) is signal.SIG_IGN:  # inherited from a background job of a shell
+        if signal.getsignal(number) is signal.SIG_IGN:  # inherited from a shell, or nohup
             signal.signal(number, handler)
     tempfile.tempdir = str(session.folder)
     chosen = None if hasattr(config, "workerinput") else config.option.basetemp

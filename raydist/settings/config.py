@@ -482,7 +482,8 @@ class Notify:
     """A shell command that gets each message: the JSON on its standard input, the parts in
     variables: notify.command='mail -s "$RAYDIST_NOTIFY_TITLE" me'."""
     events: list[str] = field(default_factory=lambda: ["failed", "hung", "slow", "finished"])
-    """The kinds of messages: failed, hung, slow, finished; stopped: by Ctrl-C or SIGTERM."""
+    """The kinds of messages: failed, hung, slow, finished; stopped: by Ctrl-C or another
+    signal."""
 
 
 @dataclass(frozen=True)

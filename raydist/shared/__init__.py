@@ -18,8 +18,8 @@ Imports nothing else from raydist. Defines the data types that driver, nodes and
     own_path.py           Whether other users can reach a folder, or decide what lies at a path
     rank_names.py         Ranks, hosts and counts as text
     record_names.py       Names of the files of a run folder that several packages read or write
-    signals.py            Stop a run in order on the first Ctrl-C or SIGTERM, end at once on the
-                          second
+    signals.py            Stop a run in order on the first Ctrl-C, SIGTERM or SIGHUP, end at once on
+                          the next
     stack_ways.py         What a node lets one process see of another -> which ways of `raydist
                           stacks` work
     sysfs.py              Read small files of /sys and /proc; a missing file reads as empty

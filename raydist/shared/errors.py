@@ -158,7 +158,7 @@ class RunFailed(RaydistError):
 
 
 class Stopped(RaydistError):
-    """A signal stopped the run: SIGINT (Ctrl-C) or SIGTERM.
+    """A signal stopped the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP.
 
     `signum` is its number, the exit code 128 + `signum`; `at` is when it came, in seconds since
     the epoch.

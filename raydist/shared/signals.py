@@ -1,9 +1,10 @@
-"""Stop a run in order on the first Ctrl-C or SIGTERM, end at once on the second. (driver)"""
+"""Stop a run in order on the first Ctrl-C, SIGTERM or SIGHUP, end at once on the next. (driver)"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ from types import FrameType
 from typing import Any
 
 from raydist.shared.errors import Stopped
+
+END_AT_ONCE = (signal.SIGINT, signal.SIGTERM)
+"""After a first signal, each of these ends the process at once: a person presses Ctrl-C, then types
+kill. Not SIGHUP: when a terminal is closed, the kernel and the shell send one each."""
 
 
 class Halt:
@@ -53,7 +58,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def stoppable(halt: Halt | None = None) -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise Stopped in the main thread while the block runs.
+    """Make SIGINT, SIGTERM and SIGHUP raise Stopped in the main thread while the block runs.
 
     In another thread nothing changes. `halt`: stops the run of this thread instead of a signal.
     """
@@ -81,7 +86,10 @@ def take() -> dict[signal.Signals, Any]:
     """
     if threading.current_thread() is not threading.main_thread():
         return {}  # Python allows handlers only in the main thread
-    return {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    # nohup ignores SIGHUP for programs that are to outlive their terminal.
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = END_AT_ONCE if outlives else (*END_AT_ONCE, signal.SIGHUP)
+    return {number: signal.signal(number, _stop) for number in numbers}
 
 
 @dataclass(frozen=True)
@@ -149,10 +157,28 @@ _receive: Callable[[Stopped], None] = _raise
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     global _stopped
-    for each in (signal.SIGINT, signal.SIGTERM):  # a person presses Ctrl-C, then types kill
+    for each in END_AT_ONCE:
         signal.signal(each, _end_now)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if number == signal.SIGHUP:
+        _leave_closed_terminal()
     _stopped = Stopped(number)
     _receive(_stopped)
+
+
+def _leave_closed_terminal() -> None:
+    """Discard what is still printed, if the terminal is closed.
+
+    Each write would fail, and so would the flush at Python's end, which makes its exit code 120.
+    """
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)
+    if closed := [stream for stream, flags in poll.poll(0) if flags & select.POLLHUP]:
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in closed:
+            os.dup2(null, stream)
+        os.close(null)
 
 
 def _end_now(number: int, _frame: FrameType | None) -> None:

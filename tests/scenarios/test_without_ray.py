@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.leftovers import alive
+from tests.leftovers import alive, marked, poll_until_empty
 from tests.programs import Program
 from tests.rig import requires_root
+from tests.terminals import Terminal
 
 STEPS = """
     import os, sys, time
@@ -73,6 +75,21 @@ KILLED_THRICE = """
         for at in KILLS:
             torch.distributed.barrier()
             end(*at)
+"""
+
+
+SAVES = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    import raydist
+
+    dist.init_process_group("gloo")
+    save = raydist.sharded.save if sys.argv[1] == "shards" else raydist.checkpoint.save
+    for step in range(1, 7):
+        save(step, {"x": torch.full((2,), float(step))}, {"score": 1.0 / step})
+        dist.barrier()
+    dist.destroy_process_group()
 """
 
 
@@ -176,6 +193,17 @@ def test_a_program_without_reports_fails_as_often_as_it_may(tmp_path: Path) -> N
     assert re.search(r"[\d.]+ s until the program ran again\n", page)
 
 
+@pytest.mark.parametrize("kind", ["whole", "shards"])
+def test_a_program_keeps_as_many_checkpoints_as_were_asked_for(tmp_path: Path, kind: str) -> None:
+    """It kept three, whatever checkpoint.keep was; shards could not be saved."""
+    (tmp_path / "save.py").write_text(textwrap.dedent(SAVES))
+    words = ("script=save.py", f"args=[{kind}]", "scale=1x2")
+    program = Program(tmp_path, *words, "checkpoint.keep=4", "checkpoint.best=max:score")
+    assert program.wait() == 0, program.screen
+    kept = sorted(path.name for path in program.run_dir.glob("checkpoints/step-*"))
+    assert kept == [f"step-{step:08d}" for step in (1, 3, 4, 5, 6)]
+
+
 @pytest.mark.parametrize("function", ["two_fits", "no_report"])
 def test_three_failures_end_only_a_job_that_makes_no_step(tmp_path: Path, function: str) -> None:
     """Each fit has its own steps; without reports nobody knows of any."""
@@ -195,6 +223,24 @@ def test_a_signal_ends_it_in_order(tmp_path: Path, number: signal.Signals) -> No
     assert program.wait() == 128 + number
     assert program.result()["status"] == "stopped"
     assert_nothing_left(program)
+
+
+def test_a_closed_terminal_ends_it_in_order(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, the shell another one, and nothing can be printed any more."""
+    (tmp_path / "steps.py").write_text(textwrap.dedent(STEPS))
+    words = ["-m", "raydist.tools.launch", "--nproc-per-node", "2", "steps.py"]
+    with (
+        tempfile.TemporaryDirectory(prefix="p-") as tmp,
+        Terminal([sys.executable, *words], cwd=tmp_path, env={**os.environ, "TMPDIR": tmp}) as it,
+    ):
+        it.wait_for("step 10")
+        it.close()
+        it.process.send_signal(signal.SIGHUP)
+        assert it.wait() == 128 + signal.SIGHUP
+        assert poll_until_empty(lambda: [*marked(tmp).values()], 120) == []
+    (path,) = tmp_path.glob("runs/*/*/result.json")
+    result = json.loads(path.read_text())
+    assert (result["status"], result["signal"]) == ("stopped", signal.SIGHUP)
 
 
 def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:

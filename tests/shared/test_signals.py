@@ -12,7 +12,7 @@ from raydist.shared.errors import Stopped
 from raydist.shared.signals import passed_to, raise_again, stoppable
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_raises_in_the_main_thread_and_the_old_handler_comes_back(
     number: signal.Signals,
 ) -> None:
@@ -21,6 +21,23 @@ def test_a_signal_raises_in_the_main_thread_and_the_old_handler_comes_back(
         signal.raise_signal(number)
     assert caught.value.exit_code == 128 + number
     assert signal.getsignal(number) is before
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_sighup_is_that_of_the_shell_and_ends_nothing() -> None:
+    received: list[Stopped] = []
+    with stoppable(), passed_to(received.append):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+    assert [stop.exit_code for stop in received] == [129]
 
 
 @pytest.mark.parametrize(("first", "second"), [("INT", "INT"), ("INT", "TERM"), ("TERM", "INT")])
