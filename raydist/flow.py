@@ -68,15 +68,15 @@ def run(
 
     - `job`: a function, or the text after `job=` on a command line.
     - `overrides`: settings as typed after `raydist train`.
-    - `args`, `kwargs`: for a function. It is called on each rank with them, with `config=` if it
-      has a parameter of that name, and with `job.args`. They travel by cloudpickle, as does what it
-      returns: `Result.values`, by rank.
+    - `args`, `kwargs`: for a function. It is called on each rank with them, with the settings if it
+      has a parameter `config`, and with `job.args`; `args` are the parameters beside `config`. They
+      travel by cloudpickle, as does what it returns: `Result.values`, by rank.
     - `on_event`: called in this process with each event of the run as it happens, an object of a
       class of `raydist.events`. An exception in it is a warning of the run, and does not end it.
 
     ConfigError: a wrong setting, or an argument that cannot be pickled; nothing was started.
     LaunchError: the cluster, a node or a rank could not be started. RunFailed: a rank failed and
-    was not restarted. Stopped: SIGINT or SIGTERM.
+    was not restarted. Stopped: SIGINT, SIGTERM or SIGHUP.
 
         raydist.run(train, "scale=2x8", "backend=nccl", args=(0.1,)).values
     """
@@ -174,7 +174,7 @@ def attempt_placed(
 ) -> None:
     """Place the job, and attempt it there until the run is over or must leave its nodes."""
     try:
-        request = attempts.request = next_request(job, attempts.request)
+        request = attempts.request = next_request(job, attempts.request, events.warn)
         with placement_group.placed_group(
             job, request, events, turn, many.gangs if many else None
         ) as group:
@@ -183,25 +183,38 @@ def attempt_placed(
         attempts.cut_short(as_raydist_error(error))
 
 
-def next_request(job: Job, earlier: ResourceRequest | None) -> ResourceRequest:
+def next_request(
+    job: Job, earlier: ResourceRequest | None, warn: Callable[[str], None] = lambda text: None
+) -> ResourceRequest:
     """Return the resources that the next placement of a job requests.
 
-    `earlier`: those of the placement before. A run keeps its size, unless that may change. If the
-    cluster has too few nodes for the job now, or none with GPUs, some were lost since then: the run
-    waits until they are back (scale.wait_s). ConfigError: it has too few for the first placement.
+    `earlier`: those of the placement before. A run keeps its size, unless that may change; it does
+    not wait for spares that were lost. If the cluster has too few nodes for an elastic run now, or
+    none with GPUs, some were lost since then: the run waits until it can have its minimum
+    (scale.wait_s). ConfigError: it has too few for the first placement.
     """
     # scale=cluster is the nodes of the beginning: with another number of ranks the global batch
     # would be another, and nothing would say so.
     if earlier is not None and job.scale.max_nodes is None:
-        return earlier
-    nodes = drain.usable_nodes(job, connect.alive_nodes())
+        if not earlier.spares:
+            return earlier
+        nodes, types = connect.remaining_nodes(), connect.node_types()
+        return placement.with_possible_spares(earlier, nodes, types)
+    nodes, types = drain.usable_nodes(job, connect.alive_nodes()), connect.node_types()
     try:
-        request = placement.resources_for(job, nodes, connect.node_types())
+        request = placement.resources_for(job, nodes, types)
     except ConfigError:
         if earlier is None:
             raise
-        return earlier
-    return request if earlier is None or request.backend == earlier.backend else earlier
+    else:
+        if earlier is None and types is None and placement.without_gpus_now(job, nodes):
+            warn(
+                "no node has a GPU now, and Ray does not say which nodes may come: the ranks use "
+                "CPUs; type backend=nccl scale=NODESxGPUS for GPUs, or backend=gloo"
+            )
+        if earlier is None or request.backend == earlier.backend:
+            return request
+    return placement.with_bundles(earlier, job.scale.nodes or 1)
 
 
 def attempt_inline(job: Job, call: RemoteCall | None, events: Events, alone: bool) -> Attempt:

@@ -122,12 +122,11 @@ def resources_for(
     scale = job.scale
     chosen, kinds = cluster_nodes.select_nodes(nodes, types or (), scale.labels)
     coming = [] if scale.nodes is None else cluster_nodes.still_to_come(kinds, chosen)
-    capacity = [
-        *((node.total, 1) for node in chosen),
-        *((kind.resources, more) for kind, more in coming),
-    ]
-    backend, gpus = choose_backend(job, [have for have, _ in capacity])
+    capacity = capacity_of(chosen, coming)
+    backend, gpus = choose_backend(job, [have for have, _ in capacity], unknown=types is None)
     need = rank_resources(scale, gpus)
+    if types is None and need.get("GPU") and scale.per_node is None:
+        check_gpus_are_there(scale, capacity)
     if capacity:
         cluster_nodes.check_resource_names(need, [have for have, _ in capacity])
     if job.queue.enabled is not False and job.queue.shrink:
@@ -140,6 +139,22 @@ def resources_for(
         raise never_fits(scale, request, capacity, cluster_nodes.listing(chosen, coming, need))
     check_parallel(job, request)
     return request
+
+
+def check_gpus_are_there(scale: Scale, capacity: Capacity) -> None:
+    """Raise ConfigError if no node has a GPU: as many ranks as it has GPUs would be one."""
+    if not any(have.get("GPU") for have, _ in capacity):
+        cause = "no node has a GPU now, and Ray does not say how many those have that may come"
+        size = f"scale={scale.nodes or 'NODES'}x8"
+        raise ConfigError.of("scale.per_node", None, cause, size)
+
+
+def capacity_of(nodes: Sequence[Node], coming: Sequence[tuple[NodeType, int]]) -> Capacity:
+    """Return the resources of these nodes, and of those that may come: each type and its number."""
+    return [
+        *((node.total, 1) for node in nodes),
+        *((kind.resources, more) for kind, more in coming),
+    ]
 
 
 def check_parallel(job: Job, request: ResourceRequest) -> None:
@@ -168,10 +183,13 @@ def check_parallel(job: Job, request: ResourceRequest) -> None:
         check_division(job, ranks, per_node)
 
 
-def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, float]:
+def choose_backend(
+    job: Job, have: Sequence[Mapping[str, float]], unknown: bool = False
+) -> tuple[str, float]:
     """Return (backend, GPUs of one rank). The backend is never auto.
 
-    `have`: resources of each node.
+    `have`: resources of each node. `unknown`: whether nodes may come of which nothing is known:
+    they may have GPUs, but only for a job that asks for them.
     """
     name = job.backend.name
     gpus = job.scale.gpus
@@ -181,9 +199,10 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
         raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, f"scale.gpus={math.ceil(gpus)}")
     if name in ("auto", "script"):
         # NCCL refuses two ranks on one GPU.
-        name = "nccl" if most and (gpus is None or gpus >= 1) else "gloo"
+        may_have = most or (unknown and gpus)
+        name = "nccl" if may_have and (gpus is None or gpus >= 1) else "gloo"
         return name, gpus if gpus is not None else float(name == "nccl")
-    if name == "nccl" and not most:
+    if name == "nccl" and not most and not unknown:
         where = "the nodes that scale.labels selects have" if job.scale.labels else "the nodes have"
         instead = "backend=gloo" + (" scale.gpus=0" if gpus else "")
         raise ConfigError.of(
@@ -192,7 +211,15 @@ def choose_backend(job: Job, have: Sequence[Mapping[str, float]]) -> tuple[str, 
     if name == "nccl" and gpus is not None and gpus < 1:
         cause = "nccl requires one GPU for each rank"
         raise ConfigError.of("scale.gpus", f"{gpus:g}", cause, "scale.gpus=1", "backend=gloo")
-    return name, gpus if gpus is not None else float(name not in CPU_BACKENDS and most > 0)
+    has = most > 0 or name == "nccl"
+    return name, gpus if gpus is not None else float(name not in CPU_BACKENDS and has)
+
+
+def without_gpus_now(job: Job, nodes: Sequence[Node]) -> bool:
+    """Return whether a job gets no GPUs only because no node has one now."""
+    left_to_us = job.backend.name in ("auto", "script") and job.scale.gpus is None
+    chosen = [node for node in nodes if matches(node.labels, job.scale.labels)]
+    return left_to_us and not any(node.total.get("GPU") for node in chosen)
 
 
 def rank_resources(scale: Scale, gpus: float) -> dict[str, float]:
@@ -361,6 +388,23 @@ def with_bundles(request: ResourceRequest, bundles: int) -> ResourceRequest:
         return request
     ranks = (bundles - request.spares) * request.ranks_per_bundle
     return replace(request, world_size=ranks, bundles=request.bundles[:1] * bundles)
+
+
+def with_possible_spares(
+    request: ResourceRequest, nodes: Sequence[Node], types: Sequence[NodeType] | None
+) -> ResourceRequest:
+    """Return the request without those of its spares that the cluster cannot hold now.
+
+    The node may be lost for which a spare was meant. `types`: as in resources_for.
+    """
+    if types is None:
+        return request
+    chosen = [node for node in nodes if matches(node.labels, request.selector)]
+    kinds = [kind for kind in types if kind.may_match(request.selector)]
+    capacity = capacity_of(chosen, cluster_nodes.still_to_come(kinds, chosen))
+    while request.spares and not cluster_nodes.holds(request, capacity):
+        request = replace(request, bundles=request.bundles[:-1], spares=request.spares - 1)
+    return request
 
 
 def replace_nodes(plan: Plan, bundle_nodes: Mapping[int, Node]) -> Plan:

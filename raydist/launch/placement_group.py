@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -169,13 +170,32 @@ class RayHosts(Hosts):
         while len(found := self._replaced_bundles()) < len(before.request.bundles):
             self.turn.check_while_lacking()
             if time.monotonic() - began > WAIT_S:
-                there = [node.id for node in found.values()]
-                waiting.report(shortage.describe_missing(before.request, alive_nodes(), there))
+                waiting.report(self._describe_missing(found))
             time.sleep(POLL_S)
         self._actors.replace(lost, placement.replace_nodes(before, found))
         # The queue counts on the room that its runs hold.
         self.turn.note_size(Counter(node.id for node in found.values()), ())
         return self._actors.plan
+
+    def _describe_missing(self, found: Mapping[int, Node]) -> str:
+        """Return a text, for a person, about what the run waits for.
+
+        `found`: the node of each placed bundle.
+        """
+        plan, there = self._actors.plan, [node.id for node in found.values()]
+        nodes = nodes_to_wait_for(alive_nodes(), there)
+        lost = [slot.node_rank for slot in plan.slots if slot.bundle not in found]
+        ranks = lost.count(lost[0])
+        if plan.request.strategy == "STRICT_SPREAD" or ranks == 1:
+            return shortage.describe_missing(plan.request, nodes, there)
+        # The ranks of a lost node are placed together.
+        asked = replace(
+            plan.request,
+            bundles=plan.request.bundles[:ranks],
+            strategy="STRICT_PACK",
+            spares=0,
+        )
+        return shortage.describe_shortage(asked, nodes)
 
     def _replaced_bundles(self) -> dict[int, Node]:
         """Return the node of each bundle that has one; request others for those that are lost."""
@@ -360,5 +380,15 @@ def wait_until_placed(
             return [found[bundle] for bundle in sorted(found)]
         check()
         there = [node.id for node in found.values()]
-        waiting.report(shortage.describe_missing(request, nodes, there))
+        open_to_us = nodes_to_wait_for(nodes, there)
+        waiting.report(shortage.describe_missing(request, open_to_us, there))
         time.sleep(POLL_S)
+
+
+def nodes_to_wait_for(nodes: Sequence[Node], held: Collection[str]) -> list[Node]:
+    """Return those of the nodes on which Ray places something, and those that the run holds.
+
+    The free resources of a node that is drained are no room.
+    """
+    usable = {node.id for node in drain.not_draining(nodes)} | {*held}
+    return [node for node in nodes if node.id in usable]

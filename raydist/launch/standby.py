@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raydist.cluster import placement
+from raydist.cluster import drain, placement
 from raydist.cluster.nodes import Node, fit_count, matches
 from raydist.cluster.placement import Plan
 from raydist.cluster.queue.turn import Turn
@@ -166,6 +167,8 @@ class StandbyNodes:
                 bundles.drop_bundle(self._actors.groups, bundle)
                 self._avoiding_since.pop(bundle, None)
         placed = bundles.placed_on(seen, self._nodes())
+        if running:
+            self._leave_drained({b: node for b, (_, node) in seen.items() if b not in placed})
         used = with_ranks or self._bundles_in_use(placed)
         if self._unusable.forget_old():
             waiting = {bundle for bundle, (_, node) in seen.items() if not node} - with_ranks
@@ -177,7 +180,7 @@ class StandbyNodes:
                 del self._warm[bundle]
                 self._actors.kill_bundle(bundle)
         self._stop_avoiding(placed)
-        most = self._max if self.elastic else len(self._actors.plan.request.bundles)
+        most = self._max if self.elastic else self._max + self._scale.spares
         if self.elastic and not self.turn.may_grow():
             most = self._min
             self._drop_unused(used, placed)
@@ -195,7 +198,25 @@ class StandbyNodes:
             else:  # the bundle's node has another bundle, can't be used, or is avoided
                 self._drop(bundle)
         self._request_nodes(placed, most)
+        if running and not self.elastic:  # a spare may be new, or gone
+            held = {slot.bundle: slot.node.id for slot in self._actors.plan.slots}
+            # Also where the run puts no ranks any more, as long as Ray reserves it.
+            held |= {b: node for b, (_, node) in seen.items() if node and b in self._actors.groups}
+            self.turn.note_size(Counter(held.values()), ())
         return placed
+
+    def _leave_drained(self, nodes: Mapping[int, str]) -> None:
+        """Give back the bundles without ranks on drained nodes.
+
+        Ray ends such a node once nothing is reserved there, and places nothing else on it. `nodes`:
+        the ids of those on which the run puts no ranks any more, by bundle.
+        """
+        groups, with_ranks = self._actors.groups, {slot.bundle for slot in self._actors.plan.slots}
+        idle = (groups.keys() & nodes.keys()) - with_ranks
+        drained = drain.drain_deadlines() if idle else {}
+        for bundle in idle:
+            if nodes[bundle] in drained and not bundles.is_shared(groups, bundle):
+                self._forget(bundle)
 
     def _avoid(self, node: Node, used: int, placed: Mapping[int, Node]) -> bool:
         """Return whether a node with incidents is left out; then request another node.
@@ -252,9 +273,13 @@ class StandbyNodes:
         with_ranks = {slot.bundle for slot in self._actors.plan.slots} & {*placed}
         for bundle in sorted(groups.keys() - {*used} - with_ranks, reverse=True):
             if len(groups) > self._min and not bundles.is_shared(groups, bundle):
-                self._warm.pop(bundle, None)
-                self._avoiding_since.pop(bundle, None)
-                self._give_back(bundle)
+                self._forget(bundle)
+
+    def _forget(self, bundle: int) -> None:
+        """Give back a bundle without ranks, warm or not."""
+        self._warm.pop(bundle, None)
+        self._avoiding_since.pop(bundle, None)
+        self._give_back(bundle)
 
     def _give_back(self, bundle: int) -> None:
         """End the actors of an additional bundle, and free its room."""

@@ -548,6 +548,24 @@ def test_where_nobody_knows_what_may_come_nothing_is_refused_for_its_size() -> N
     assert placement.resources_for(job(nodes=3, per_node=2), [node(1)], None).world_size == 6
 
 
+def test_gpus_may_come_where_nobody_knows_what_may_come() -> None:
+    """On Kubernetes a training that began with the head alone was refused, or ran without GPUs."""
+    nccl = job("nccl", nodes=2, per_node=8)
+    with pytest.raises(ConfigError, match="the nodes have no GPU"):
+        placement.resources_for(nccl, [node(1)])
+    request = placement.resources_for(nccl, [node(1)], None)
+    assert (request.backend, request.bundles[0]["GPU"], request.world_size) == ("nccl", 8, 16)
+    with pytest.raises(ConfigError, match="scale=2x8"):  # or it would be one rank on each
+        placement.resources_for(job("nccl", nodes=2), [node(1)], None)
+    asked = placement.resources_for(job(nodes=2, per_node=8, gpus=1), [node(1)], None)
+    assert (asked.backend, asked.bundles[0]["GPU"]) == ("nccl", 8)
+    auto = job(nodes=2, per_node=8)
+    assert placement.resources_for(auto, [node(1)], None).backend == "gloo"
+    assert placement.without_gpus_now(auto, [node(1)])
+    assert not placement.without_gpus_now(nccl, [node(1)])
+    assert not placement.without_gpus_now(auto, [node(1), node(2, gpu=8)])
+
+
 def test_an_endless_type_is_no_trouble() -> None:
     endless = [NodeType("any", {"CPU": 2.0}, there.UNLIMITED)]
     assert (

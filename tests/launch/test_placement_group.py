@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from raydist.cluster import placement
+from raydist.cluster import drain, placement
 from raydist.cluster.queue.turn import Turn
 from raydist.launch import bundles, placement_group
 from raydist.launch.bundles import Groups
 from raydist.launch.placement_group import RayHosts
+from raydist.settings.config import Scale
 from raydist.shared.events import Events
 from tests.cluster.test_placement import node
 from tests.recovery.fake_group import job
@@ -146,3 +148,26 @@ def test_nodes_that_have_just_been_taken_are_not_waited_for(
     request, ids = placement.resources_for(job(2), there), [each.id for each in there]
     assert placement_group.place_on(request, ids, -1.0, lambda: None) is None
     assert groups.removed == ["group-0", "group-1"]
+
+
+def test_the_room_of_a_drained_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that had left one waited ten minutes, as "the cluster has room for all"."""
+    there = [node(1), node(2), node(3)]
+    monkeypatch.setattr(drain, "drain_deadlines", lambda: {node(2).id: 0.0, node(3).id: 0.0})
+    assert placement_group.nodes_to_wait_for(there, []) == there[:1]
+    assert placement_group.nodes_to_wait_for(there, [node(3).id]) == [there[0], there[2]]
+
+
+def test_the_ranks_of_a_lost_node_wait_for_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scale.placement=PACK the free places of several nodes counted together."""
+    there = [node(1, cpu=4), node(2, cpu=4)]
+    packed = replace(job(2), scale=Scale(nodes=2, per_node=4, placement="PACK"))
+    request = placement.resources_for(packed, there)
+    plan = placement.assign_ranks(request, [there[0]] * 4 + [there[1]] * 4)
+    hosts = hosts_of(plan, 2, *range(8))
+    half = [node(each, free={"CPU": 2.0}) for each in (3, 4)]
+    full = node(1, cpu=4, free={"CPU": 0.0})
+    monkeypatch.setattr(placement_group, "alive_nodes", lambda: [full, *half])
+    monkeypatch.setattr(drain, "drain_deadlines", dict)
+    text = hosts._describe_missing(dict.fromkeys(range(4), there[0]))
+    assert text.startswith("waiting for one node with room for 4 ranks of 1 CPU: the best has ")

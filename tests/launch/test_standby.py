@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raydist.cluster import placement
+from raydist.cluster import drain, placement
 from raydist.cluster.nodes import Node
 from raydist.launch import standby
 from raydist.launch.standby import StandbyNodes
@@ -21,7 +21,7 @@ from raydist.network.facts import Facts
 from raydist.settings.config import Fabric
 from raydist.shared.errors import RaydistError
 from tests.cluster.test_placement import node
-from tests.launch.test_placement_group import NoActors, RayGroups
+from tests.launch.test_placement_group import NoActors, NotedTurn, RayGroups
 from tests.recovery.fake_group import job
 
 REQUEST = Open("", "", (), {}, None, 1, "", "", lead=True, node_id="", node_ip="")
@@ -56,6 +56,7 @@ def growing(
     monkeypatch: pytest.MonkeyPatch, nodes: list[Node], failing: Sequence[str], **settings: Any
 ) -> tuple[StandbyNodes, OpeningActors, RayGroups, list[str]]:
     """Return the standby nodes of a run of one to three nodes, that has the first of these."""
+    monkeypatch.setattr(drain, "drain_deadlines", dict)
     there, warnings = nodes[:1], list[str]()
     small = job(1)
     ours = replace(small, scale=replace(small.scale, max_nodes=3), **settings)
@@ -162,3 +163,42 @@ def test_a_node_whose_actor_alone_was_lost_is_not_given_back(
     made._lost_bundles.add((1, node(2).id))
     made.refresh(running=False)
     assert "group-1" not in groups.removed
+
+
+def test_a_node_that_is_drained_is_given_back_once_it_has_no_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray ends such a node when nothing is reserved there, and the run requested no other one."""
+    nodes = [node(1), node(2), node(3)]
+    made, _, groups, _ = growing(monkeypatch, nodes, [])
+    for _ in range(2):
+        made.refresh()
+    del nodes[1]
+    made.refresh()
+    assert groups.removed == []  # it is cut off, and may come back
+    monkeypatch.setattr(drain, "drain_deadlines", lambda: {node(2).id: 0.0})
+    made.refresh(running=False)
+    assert groups.removed == []  # ranks may be assigned anew, and their state be there
+    made.refresh()
+    assert groups.removed == ["group-1"]
+    assert groups.selectors[-1] == {"ray.io/node-id": "!in(id-1,id-3)"}
+    assert made.growth() == "2 nodes now, 1 before"
+
+
+def test_the_queue_knows_the_spares_that_a_run_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs beside it were asked to make way for room that it held."""
+    nodes = [node(1), node(2)]
+    made, _, groups, _ = growing(monkeypatch, nodes, [])
+    made._scale = replace(made._scale, nodes=1, max_nodes=None, spares=1)
+    made._min = made._max = 1
+    made.turn = turn = NotedTurn()
+    made.refresh()
+    assert turn.held == {"id-1": 1}
+    made.refresh()
+    assert turn.held == {"id-1": 1, "id-2": 1}
+    del nodes[1]
+    made.refresh()
+    assert turn.held == {"id-1": 1, "id-2": 1}  # it is cut off, and still reserved
+    groups.tables["group-1"] = {"state": "RESCHEDULING", "bundles_to_node_id": {0: ""}}
+    made.refresh()
+    assert turn.held == {"id-1": 1}

@@ -525,6 +525,18 @@ def test_a_run_that_is_placed_again_has_the_ranks_that_it_had(
     assert next_request(job, None).world_size != before  # a new command, resume= too
 
 
+def test_a_run_does_not_wait_for_spares_that_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gave up after scale.wait_s, though it had as many nodes as it has ranks for."""
+    job = Job(scale=Scale(nodes=3, spares=2, per_node=2))
+    has(monkeypatch, canned.nodes(5))
+    request = next_request(job, None)
+    assert (len(request.bundles), request.spares, request.world_size) == (5, 2, 6)
+    for nodes, spares in ((7, 2), (5, 2), (4, 1), (3, 0), (2, 0)):
+        has(monkeypatch, canned.nodes(nodes))
+        found = next_request(job, request)
+        assert (len(found.bundles), found.spares, found.world_size) == (3 + spares, spares, 6)
+
+
 def test_only_an_elastic_run_is_placed_again_with_the_nodes_of_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -535,7 +547,8 @@ def test_only_an_elastic_run_is_placed_again_with_the_nodes_of_then(
     assert (request.backend, request.world_size) == ("nccl", 8)
     has(monkeypatch, canned.nodes(3, gpus=2))
     assert next_request(job, request).world_size == 6
+    least = replace(request, world_size=4, bundles=request.bundles[:2])
     has(monkeypatch, canned.nodes(3))
-    assert next_request(job, request) == request
+    assert next_request(job, request) == least
     has(monkeypatch, canned.nodes(1, gpus=2))
-    assert next_request(job, request) == request
+    assert next_request(job, request) == least

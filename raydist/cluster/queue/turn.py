@@ -282,7 +282,8 @@ class QueuedTurn(Turn):
     def note_size(self, held: Mapping[str, int], spare: Sequence[str]) -> None:
         # Before the request is forgotten: another driver would repeat it.
         shrinkable = spare if self._job.queue.shrink else ()
-        self._change(held=dict(held), spare=tuple(shrinkable))
+        if (dict(held), tuple(shrinkable)) != (self._own.held, self._own.spare):
+            self._change(held=dict(held), spare=tuple(shrinkable))
         request = self._request
         # Met, or it cannot be: with fewer nodes since, the run needs those that it was asked for.
         if request and request.nodes and not set(shrinkable) & set(request.nodes):
