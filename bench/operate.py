@@ -29,8 +29,7 @@ STACKS = int(os.environ.get("BENCH_OPERATE_STACKS", "100"))
 EVERY_S, SLEEP_S = 1.0, 0.1
 """Seconds between two stacks, and of the sleep in a step."""
 AT_A_TIME = 4
-"""Stacks in a row, until the run is left alone for as long. Twice as long without a request is less
-than server.REQUEST_S."""
+"""Stacks in a row, until the run is left alone for as long."""
 FIRST = 20
 """The step from which on time is taken: until then the ranks are starting."""
 PROGRAM = f"""

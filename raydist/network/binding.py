@@ -56,7 +56,10 @@ def bind_node(job: Job, plan: Plan, facts: Sequence[Facts], lead: Slot) -> Bindi
         return Binding(f"not known before {node.hostname} is probed")
     if len(node.numa) == 1 and mode == "auto":
         return Binding(f"{node.hostname} has one NUMA node")
-    homes = gpu_homes(node, gpu_ids(plan, facts, lead), ranks)
+    gpus = gpu_ids(plan, facts, lead)
+    if any(gpu.startswith("<") for gpu in gpus):  # `raydist plan` does not know them
+        return Binding("not known before Ray assigns the GPUs")
+    homes = gpu_homes(node, gpus, ranks)
     if mode != "auto":
         near = "each GPU" if homes else "no GPU: the ranks are spread"
         return _bound(

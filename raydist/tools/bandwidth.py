@@ -132,7 +132,7 @@ def run_measurement(arguments: argparse.Namespace) -> Measurement:
         f"+job.args.{name}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
         for name, value in {**job_arguments, "pairs": arguments.pairs}.items()
     ]
-    typed = [text for text in arguments.overrides if not _names_job(text)]
+    typed = [below_run_folder(text) for text in arguments.overrides if not _names_job(text)]
     done = run(RANK_SIDE, "name=bandwidth", *QUIET, *overrides, *typed)
     measured = gather_rows(done)
     (done.dir / "bandwidth.json").write_text(
@@ -150,7 +150,18 @@ def _names_job(override: str) -> bool:
     name, _, value = override.lstrip("+~").partition("=")
     if (name, value) == ("backend", "script"):  # torchrun's variables, for a program
         return True
-    return name in ("job", "script", "args") or name.startswith("job.args")
+    return name in ("job", "script", "args", "resume") or name.startswith("job.args")
+
+
+def below_run_folder(override: str) -> str:
+    """Return an override with a folder for the measurement below the run folder that it names.
+
+    A training there would begin anew with resume=auto: the newest result would be a finished one.
+    """
+    if not override.lstrip("+").startswith("hydra.run.dir="):
+        return override
+    quote = override[-1] if override[-1] in "'\"" else ""
+    return f"{override.removesuffix(quote)}/bandwidth{quote}"
 
 
 def gather_rows(done: Result[RankMeasurement]) -> Measurement:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raydist.cluster import connect, placement
+from raydist.cluster import connect, drain, placement
 from raydist.launch import inline, placement_group, preload
 from raydist.launch.worker_group import WorkerGroup
 from raydist.network.finding import Finding
@@ -112,7 +112,8 @@ def checked_group(job: Job, events: Events) -> Iterator[WorkerGroup]:
             yield group
         return
     with connect.connect(job, events):
-        request = placement.resources_for(job, connect.alive_nodes(), connect.node_types())
+        nodes = drain.usable_nodes(job, connect.alive_nodes())  # those of raydist.train
+        request = placement.resources_for(job, nodes, connect.node_types())
         with placement_group.placed_group(job, request, events) as group:
             yield group
 

@@ -338,11 +338,12 @@ def check_stacks(hosts: Sequence[Host], nodes: Sequence[Tracing | None]) -> Iter
 
 
 def check_hostnames(
-    hosts: Sequence[Host], resolved: Sequence[Sequence[str] | None]
+    hosts: Sequence[Host], resolved: Sequence[Sequence[str] | None], by_name: bool = True
 ) -> Iterator[Finding]:
     """Find hosts whose own name resolves to no address that others reach.
 
-    `resolved`: by node, the name's addresses.
+    `resolved`: by node, the name's addresses. `by_name`: whether raydist gives gloo and Horovod the
+    interface by its name, as always but with fabric=site.
     """
     for host, addresses in zip(hosts, resolved, strict=True):
         loopback = [
@@ -354,12 +355,16 @@ def check_hostnames(
         text = (
             f"the host's own name {where}: by default gloo, Horovod and torchrun would listen "
             "there; "
-            "raydist gives them the interface by name, so this job is not affected"
         )
         fix = (
             "in each host's /etc/hosts: its own address before its own name, instead of a "
             "loopback address"
         )
+        if by_name:
+            text += "raydist gives them the interface by name, so this job is not affected"
+        else:
+            text += "fabric=site leaves the interface to them, unless the site names it"
+            fix += "; or leave out fabric=site"
         yield Finding("hostname", "warn", (host.name,), text, fix)
 
 

@@ -154,7 +154,9 @@ class Rounds:
                 *doctor_findings.check_run_folder(self._hosts, sees, str(folder.parent)),
             )
         if len(self._hosts) > 1:
-            self._report.add("hostname", *doctor_findings.check_hostnames(self._hosts, names))
+            by_name = self._job.fabric.kind != "site"
+            found = doctor_findings.check_hostnames(self._hosts, names, by_name)
+            self._report.add("hostname", *found)
             self._report.add("lookup", *doctor_findings.check_lookups(self._hosts, lookups))
 
     def _check_storage(self) -> None:

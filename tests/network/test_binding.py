@@ -199,3 +199,10 @@ def test_mpirun_binds_its_ranks_itself(look: Any) -> None:
     plan = plan_of(2)
     of_mpi = replace(plan, request=replace(plan.request, backend="mpi"))
     assert binding.bind_all(Job(), of_mpi, [look(DGX)] * 2) == [None, None]
+
+
+@pytest.mark.parametrize("mode", ["auto", "node"])
+def test_raydist_plan_does_not_know_the_gpus_that_ray_assigns(look: Any, mode: str) -> None:
+    """It said that the job has no GPU whose NUMA node is known."""
+    ids = [["<the 8 GPUs that Ray assigns>"]] * 8
+    assert bound(look(DGX), mode, ids=ids) == Binding("not known before Ray assigns the GPUs")

@@ -108,12 +108,15 @@ def test_the_tool_prints_a_table_and_leaves_plot_and_data(
         "scale=1x2",
         "job=of_the_doctor.py",  # the doctor advises to type the same words here
         "job.args.width=8",
+        "hydra.run.dir=exp1",
+        "resume=auto",
     ]
     assert bandwidth.main(words) == 0
     output = capsys.readouterr().out
     assert "all_reduce  1K" in output
     assert "rank 0" in output
-    (plot,) = tmp_path.glob("runs/bandwidth/*/bandwidth.svg")
+    assert not (tmp_path / "exp1/result.json").exists()  # the training there has not finished
+    plot = tmp_path / "exp1/bandwidth/bandwidth.svg"
     assert "all_reduce" in plot.read_text()
     data = json.loads((plot.parent / "bandwidth.json").read_text())
     assert [(row["op"], row["size"]) for row in data["rows"]] == [
@@ -189,6 +192,7 @@ def test_overrides_of_a_program_are_no_concern_of_it() -> None:
     for word in ("backend=script", "script=train.py", "args=x", "job=gpt", "job.args.size=1m"):
         assert bandwidth._names_job(word)
     assert not bandwidth._names_job("backend=nccl")
+    assert bandwidth.below_run_folder("hydra.run.dir='/a b'") == "hydra.run.dir='/a b/bandwidth'"
 
 
 def test_help_names_every_operation(capsys: pytest.CaptureFixture[str]) -> None:

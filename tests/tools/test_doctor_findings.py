@@ -309,7 +309,11 @@ def test_a_host_name_that_leads_nowhere_is_a_warning(resolved: list[str], text: 
     (finding,) = doctor_findings.check_hostnames(nodes(3), [["10.0.0.1"], resolved, None])
     assert (finding.level, finding.nodes) == ("warn", ("host1",))
     assert text in finding.text
+    assert "not affected" in finding.text
     assert "/etc/hosts" in finding.fix
+    (of_site,) = doctor_findings.check_hostnames(nodes(1), [resolved], by_name=False)
+    assert "not affected" not in of_site.text
+    assert of_site.fix.endswith("or leave out fabric=site")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_a_stop_lasts_until_the_run_has_written_its_last_state(
     run: OperatedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that takes longer than a command may take for another request."""
-    monkeypatch.setattr(server, "REQUEST_S", 0.05)
+    monkeypatch.setattr(server, "AGAIN_S", 0.05)
     with server.OperateServer(run):
         command = connected(run.folder)
         command.send(StopRun(False))
@@ -63,6 +64,19 @@ def test_a_stop_lasts_until_the_run_has_written_its_last_state(
     with command:
         assert command.receive(20) is None
     assert len(run.stopper.stops) == 1  # type: ignore[union-attr]
+
+
+def test_a_command_may_be_suspended_between_two_requests(
+    run: OperatedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`raydist ranks --follow` said that the run had ended, after Ctrl-Z and fg."""
+    monkeypatch.setattr(server, "REQUEST_S", 0.05)
+    monkeypatch.setattr(server, "answer", lambda run, request, link: link.send(TextReply(["here"])))
+    with server.OperateServer(run), connected(run.folder) as command:
+        for _ in range(2):
+            command.send(ListRanks())
+            assert isinstance(command.receive(10), TextReply)
+            time.sleep(0.3)
 
 
 NOT_WRITTEN = [

@@ -14,6 +14,7 @@ import itertools
 import json
 import secrets
 import shlex
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ from raydist.cluster import ray_private
 from raydist.messages.wire import Message, decode, encode
 from raydist.shared.errors import LaunchError, last_line
 from raydist.watch.operate.connection import FILE, DriverAddress
-from raydist.watch.operate.relay_job import CLOSED
+from raydist.watch.operate.relay_job import CLOSED, SIGN
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -40,6 +41,8 @@ NOTICE_S = 1.5
 that it has not seen end as failed."""
 DELETES = 3
 """How often it is deleted, until it is gone: a busy Ray looks less often."""
+SIGN_S = 20.0
+"""Seconds between two signs of life of this process: the small job ends without them."""
 ON_NODE = 0.001
 """The part of a node's own resource that keeps the small job on it."""
 
@@ -56,6 +59,7 @@ class JobLink(AbstractContextManager["JobLink"]):
         self._numbers = itertools.count()
         """Of messages: a thread and a signal handler may send while another message is sent."""
         self._submitted = False
+        self._closed = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._lines = self._printed()
         self._reading: asyncio.Future[bytes | None] | None = None
@@ -66,6 +70,7 @@ class JobLink(AbstractContextManager["JobLink"]):
         if not self._submitted:
             self._submitted = True
             self._submit()
+            threading.Thread(target=self._show_life, name="raydist-life", daemon=True).start()
         package = f"{self._name}-{next(self._numbers)}.zip"
         ray_private.send_package(self._client, package, encode(message))
 
@@ -81,6 +86,11 @@ class JobLink(AbstractContextManager["JobLink"]):
             )
         except RuntimeError as error:  # of Ray
             raise LaunchError(f"no job can be submitted there: {last_line(error)}") from error
+
+    def _show_life(self) -> None:
+        while not self._closed.wait(SIGN_S):
+            with contextlib.suppress(Exception):  # of the connection: the next one may arrive
+                ray_private.send_package(self._client, f"{self._name}-{SIGN}.zip", b"here")
 
     def receive(self, within_s: float | None = None) -> Message | None:
         """Return the next message; None after the last.
@@ -151,11 +161,14 @@ class JobLink(AbstractContextManager["JobLink"]):
 
     def close(self) -> None:
         """End the small job, and delete it."""
+        self._closed.set()
         self._loop.run_until_complete(self._end_reading())
         self._loop.close()
         if not self._submitted:
             return
-        with contextlib.suppress(RuntimeError):  # of Ray: there is no such job any more
+        # Of Ray: there is no such job any more. Or the connection to the dashboard is lost, which
+        # the command says.
+        with contextlib.suppress(RuntimeError, OSError):
             self._client.stop_job(self._name)
             until = time.monotonic() + END_S
             while not self._is_over() and time.monotonic() < until:

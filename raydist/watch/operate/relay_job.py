@@ -27,6 +27,13 @@ FIRST_S = 60.0
 """Limit on the wait for the first message; after it the command has ended."""
 SECOND_S = 1.0
 """Seconds until it looks for a second message: most commands send one only."""
+SIGN = "alive"
+"""What a sign of life of the command has in place of a number."""
+GONE_S = 300.0
+"""Seconds without such a sign after which the command has gone: its machine or its connection is
+lost. A rank in the debugger would stand still until somebody ended this job."""
+SIGNS_S = 5.0
+"""Seconds between two looks for a sign."""
 LOOK_S = 0.2
 """Seconds between two looks for a message."""
 
@@ -43,9 +50,12 @@ def main(argv: Sequence[str]) -> int:
         print_line(encode(Refused("the run has ended", usage=True)))
     else:
         link.sock.sendall(first + b"\n")
-        threading.Thread(target=pass_further_on, args=(link, name), daemon=True).start()
+        for further in (pass_further_on, end_without_signs):
+            threading.Thread(target=further, args=(link, name), daemon=True).start()
         while (line := link.receive_line()) is not None:
             print_line(line)
+        with contextlib.suppress(OSError):  # the last one would stay in the store
+            ray_private.take_package(os.environ["RAY_ADDRESS"], f"{name}-{SIGN}.zip")
     print_line(CLOSED)
     return 0
 
@@ -61,7 +71,27 @@ def pass_further_on(link: CommandLink, name: str) -> None:
     time.sleep(SECOND_S)
     with contextlib.suppress(OSError):  # the driver has closed the connection
         for number in itertools.count(1):
-            link.sock.sendall(take_message(name, number) + b"\n")
+            line = None
+            while line is None:
+                try:
+                    line = take_message(name, number)
+                except OSError:  # the GCS does not answer now
+                    time.sleep(SECOND_S)
+            link.sock.sendall(line + b"\n")
+
+
+def end_without_signs(link: CommandLink, name: str) -> None:
+    """End the connection to the driver once the command has shown no sign of life for long."""
+    until = time.monotonic() + GONE_S
+    while time.monotonic() < until:
+        time.sleep(SIGNS_S)
+        try:
+            sign = ray_private.take_package(os.environ["RAY_ADDRESS"], f"{name}-{SIGN}.zip")
+        except OSError:  # the GCS does not answer, and so has none
+            sign = b""
+        if sign is not None:
+            until = time.monotonic() + GONE_S
+    link.take_no_more()
 
 
 def take_message(name: str, number: int, within_s: float = math.inf) -> bytes:

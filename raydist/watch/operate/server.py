@@ -20,7 +20,9 @@ from raydist.watch.operate.answers import OperatedRun, answer
 from raydist.watch.operate.connection import FILE, CommandLink, DriverAddress, is_own
 
 REQUEST_S = 10.0
-"""Seconds within which a command sends its request, or another one."""
+"""Seconds within which a command sends its first request."""
+AGAIN_S = 3600.0
+"""Seconds within which it sends another one: it may be suspended. One by `--job` may be gone."""
 LAST_S = 2.0
 """Limit on the wait, at the end of the run, for the answers that are in its last events."""
 
@@ -113,9 +115,11 @@ class OperateServer(AbstractContextManager["OperateServer"]):
                 self._changed.notify()
 
     def _answer_all(self, connection: CommandLink) -> None:
+        within_s = REQUEST_S
         try:
-            while (request := self._request(connection)) is not None:
+            while (request := self._request(connection, within_s)) is not None:
                 answer(self._run, request, connection)
+                within_s = AGAIN_S
         except ConnectionError:  # the command has gone, or the run has ended
             raise
         except FutureTimeoutError:  # on Python 3.10 this is not the built-in one
@@ -124,9 +128,9 @@ class OperateServer(AbstractContextManager["OperateServer"]):
             connection.send(Refused(last_line(error), isinstance(error, ConfigError)))
 
     @staticmethod
-    def _request(connection: CommandLink) -> Message | None:
+    def _request(connection: CommandLink, within_s: float) -> Message | None:
         """Return the next request; None: there is no other one."""
         try:
-            return connection.receive(REQUEST_S)
+            return connection.receive(within_s)
         except TimeoutError:
             return None
