@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from raydist.shared.ending import run_to_the_end
+from raydist.shared.ending import discard, run_to_the_end
 from raydist.shared.errors import ConfigError, RaydistError, RunFailed, Stopped, nearest
 from raydist.shared.imports import uncollected
 from raydist.shared.version import __version__
@@ -155,7 +155,7 @@ def discard_output() -> int:
 
     Python would flush it at exit, and fail once more.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    discard(1)
     return 0
 
 

@@ -96,6 +96,16 @@ def flush_files() -> None:
                 print(f"{each.name} could not be written: {error}", file=sys.stderr)
 
 
+def discard(stream: int) -> None:
+    """Discard what is still printed to a descriptor that nobody reads any more.
+
+    Each write would fail, and so would the flush at Python's end, which makes its exit code 120.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream)
+    os.close(null)
+
+
 def close_archives() -> None:
     """Close all compressed files and archives: closing them writes their last part.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from raydist.shared.ending import discard
 from raydist.shared.errors import Stopped
 
 END_AT_ONCE = (signal.SIGINT, signal.SIGTERM)
@@ -167,18 +168,12 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _leave_closed_terminal() -> None:
-    """Discard what is still printed, if the terminal is closed.
-
-    Each write would fail, and so would the flush at Python's end, which makes its exit code 120.
-    """
     poll = select.poll()
     for stream in (1, 2):
         poll.register(stream, 0)
-    if closed := [stream for stream, flags in poll.poll(0) if flags & select.POLLHUP]:
-        null = os.open(os.devnull, os.O_WRONLY)
-        for stream in closed:
-            os.dup2(null, stream)
-        os.close(null)
+    for stream, flags in poll.poll(0):
+        if flags & select.POLLHUP:
+            discard(stream)
 
 
 def _end_now(number: int, _frame: FrameType | None) -> None:

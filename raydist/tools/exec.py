@@ -21,6 +21,7 @@ from raydist.messages.operate import (
     SendSignal,
     TextReply,
 )
+from raydist.shared.ending import discard
 from raydist.shared.errors import ConfigError
 from raydist.tools.command_line import ToolParser, run_tool
 from raydist.tools.own_terminal import InputSender, raw_terminal, terminal_size
@@ -159,7 +160,7 @@ class Screen:
             to.buffer.write(text.encode("utf-8", "surrogateescape"))
             to.flush()
         except BrokenPipeError:  # `raydist exec … | head`; Python must not flush the rest
-            os.dup2(os.open(os.devnull, os.O_WRONLY), to.fileno())
+            discard(to.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
 
     def end(self, rank: int, error: str) -> None:
