@@ -259,11 +259,18 @@ def select_nodes(
             right = f"scale.labels.{key}={re.sub(r'[^A-Za-z0-9_.-]', '', pattern) or 'VALUE'}"
             cause = "Ray's selectors are VALUE, !VALUE, in(A,B) and !in(A,B)"
             raise ConfigError.of(f"scale.labels.{key}", pattern, cause, right)
-    chosen = [node for node in nodes if matches(node.labels, selector)]
-    kinds = [kind for kind in types if kind.may_match(selector)]
+    chosen, kinds = selected(nodes, types, selector)
     if nodes and not chosen and not kinds:
         raise _unmatched(nodes, selector)
     return chosen, kinds
+
+
+def selected(
+    nodes: Sequence[Node], types: Sequence[NodeType], selector: Mapping[str, str]
+) -> tuple[list[Node], list[NodeType]]:
+    """Return the nodes and node types that a correct selector selects, perhaps none."""
+    chosen = [node for node in nodes if matches(node.labels, selector)]
+    return chosen, [kind for kind in types if kind.may_match(selector)]
 
 
 def _unmatched(nodes: Sequence[Node], selector: Mapping[str, str]) -> ConfigError:

@@ -399,8 +399,7 @@ def with_possible_spares(
     """
     if types is None:
         return request
-    chosen = [node for node in nodes if matches(node.labels, request.selector)]
-    kinds = [kind for kind in types if kind.may_match(request.selector)]
+    chosen, kinds = cluster_nodes.selected(nodes, types, request.selector)
     capacity = capacity_of(chosen, cluster_nodes.still_to_come(kinds, chosen))
     while request.spares and not cluster_nodes.holds(request, capacity):
         request = replace(request, bundles=request.bundles[:-1], spares=request.spares - 1)

@@ -168,7 +168,8 @@ class StandbyNodes:
                 self._avoiding_since.pop(bundle, None)
         placed = bundles.placed_on(seen, self._nodes())
         if running:
-            self._leave_drained({b: node for b, (_, node) in seen.items() if b not in placed})
+            kept = with_ranks | placed.keys()
+            self._leave_drained({b: id for b, (_, id) in seen.items() if id and b not in kept})
         used = with_ranks or self._bundles_in_use(placed)
         if self._unusable.forget_old():
             waiting = {bundle for bundle, (_, node) in seen.items() if not node} - with_ranks
@@ -206,15 +207,14 @@ class StandbyNodes:
         return placed
 
     def _leave_drained(self, nodes: Mapping[int, str]) -> None:
-        """Give back the bundles without ranks on drained nodes.
+        """Give back those of these bundles that are on drained nodes.
 
         Ray ends such a node once nothing is reserved there, and places nothing else on it. `nodes`:
-        the ids of those on which the run puts no ranks any more, by bundle.
+        the node's id by bundle; all are without ranks.
         """
-        groups, with_ranks = self._actors.groups, {slot.bundle for slot in self._actors.plan.slots}
-        idle = (groups.keys() & nodes.keys()) - with_ranks
-        drained = drain.drain_deadlines() if idle else {}
-        for bundle in idle:
+        groups = self._actors.groups
+        drained = drain.drain_deadlines() if nodes else {}
+        for bundle in groups.keys() & nodes.keys():
             if nodes[bundle] in drained and not bundles.is_shared(groups, bundle):
                 self._forget(bundle)
 
